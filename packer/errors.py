@@ -1,0 +1,76 @@
+"""Every error a user can meet, in one place.
+
+A message says what is wrong, where, what was found, and what to do about it. The command line
+shows the message alone and exits 1 (or 2 for `UsageError`); from Python the type tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PackerError(Exception):
+    """Base of all errors raised on purpose; its message is fit to be shown to a user."""
+
+
+class UsageError(PackerError):
+    """An option or argument that cannot be meant (exit status 2)."""
+
+
+class MissingExtraError(PackerError):
+    """An optional dependency is not installed; the message names the `pip install` to run."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {package}, which is not installed; run: pip install 'packer-loaders[{extra}]'")
+
+
+class SourceError(PackerError):
+    """The source cannot be packed as asked (no samples, unreadable folder, unknown layout)."""
+
+
+class SourceChangedError(PackerError):
+    """A file changed, shrank or vanished between the scan and the read. Never a silent skip."""
+
+
+class ProblemsError(PackerError):
+    """Files that must not become samples, all of them listed.
+
+    Attributes:
+        problems: `(path, reason)` pairs, every offender, in source order.
+    """
+
+    SHOWN = 20
+
+    def __init__(self, headline: str, problems: Sequence[tuple[str, str]], advice: str) -> None:
+        self.problems = list(problems)
+        lines = [f"  {path}: {reason}" for path, reason in self.problems[: self.SHOWN]]
+        if len(self.problems) > self.SHOWN:
+            lines.append(f"  … and {len(self.problems) - self.SHOWN} more")
+        super().__init__("\n".join([headline, *lines, advice]))
+
+
+class BadImageError(PackerError):
+    """The bytes are not a whole image of a known format, or one too large to be believed.
+
+    Carries the reason only; whoever knows the path adds it.
+    """
+
+
+class OutputError(PackerError):
+    """The output folder cannot take this job (another job's files, a running job, a full disk)."""
+
+
+class WorkerDiedError(PackerError):
+    """A worker process ended without an answer (killed, out of memory)."""
+
+
+class ManifestError(PackerError):
+    """`dataset.json` is missing, not ours, or contradicts itself."""
+
+
+class ShardError(PackerError):
+    """A shard is truncated, damaged, or not what the index says it is."""
+
+
+class UnsafeNameError(PackerError):
+    """A stored name would write outside its folder (absolute, `..`, or a link)."""

@@ -1,0 +1,150 @@
+"""The index: where every sample's bytes lie. One flat numpy array per split, memory-mapped.
+
+`<split>.index.npy` is an ordinary `.npy` file of a structured array, one row per sample:
+
+| column | type | meaning |
+|---|---|---|
+| `label` | int64 | the class index, −1 where there is none |
+| `<field>:offset` | int64 | absolute byte offset of the field in its shard |
+| `<field>:length` | int64 | its length in bytes, −1 where the sample lacks the field |
+| `shard` | int32 | position of the shard in the manifest's list |
+| `height`, `width` | int32 | of the first image, as stored (before EXIF); −1 where unknown |
+| `<field>:crc32c` | uint32 | of the field's bytes |
+
+`<split>.names` holds the keys and the original paths, read only when asked for:
+the magic `PKNAMES1`, two little-endian uint64 (samples n, columns c), then per column
+uint64 ends[n + 1] and the bytes. Column 0 holds the keys, column 1 + f the original path of
+field f, empty where the field was made by packing or is absent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packer.errors import ManifestError
+from packer.strings import Strings
+
+Rows = npt.NDArray[np.void]
+
+_MAGIC = b"PKNAMES1"
+
+
+def row_dtype(fields: Sequence[str], extra: Sequence[str] = ()) -> np.dtype[np.void]:
+    """The structured type of a row.
+
+    Args:
+        fields: field names, in the manifest's order.
+        extra: further int32 columns (CT: `series`, `slice`).
+    """
+    columns: list[tuple[str, str]] = [("label", "<i8")]
+    columns += [(f"{field}:{what}", "<i8") for field in fields for what in ("offset", "length")]
+    columns += [(name, "<i4") for name in ("shard", "height", "width", *extra)]
+    columns += [(f"{field}:crc32c", "<u4") for field in fields]
+    return np.dtype(columns, align=True)
+
+
+def empty_rows(samples: int, fields: Sequence[str], extra: Sequence[str] = ()) -> Rows:
+    """Rows that say 'absent' everywhere."""
+    rows = np.zeros(samples, row_dtype(fields, extra))
+    for name in rows.dtype.names or ():
+        if not name.endswith((":crc32c", ":offset")):
+            rows[name] = -1
+    return rows
+
+
+def load_rows(path: str, samples: int, fields: Sequence[str], shards: int) -> Rows:
+    """Memory-map an index and check that it is the one the manifest speaks of.
+
+    Opening costs one header, whatever the number of samples; pages are read when touched and
+    shared between processes.
+
+    Raises:
+        ManifestError: not an index, or for another number of samples, or lacking a column.
+    """
+    try:
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError as error:
+        raise ManifestError(f"{path} is missing; run 'packer index' on the folder to rebuild it") from error
+    except (OSError, ValueError, EOFError) as error:
+        if samples == 0 and os.path.exists(path):  # an empty file cannot be memory-mapped
+            rows = np.load(path, allow_pickle=False)
+        else:
+            raise ManifestError(f"{path} is not a readable index ({error}); run 'packer index' to rebuild it") from error
+    if rows.ndim != 1 or rows.dtype.names is None:
+        raise ManifestError(f"{path} is not an index: it holds an array of shape {rows.shape}, type {rows.dtype}")
+    missing = [name for name in row_dtype(fields).names or () if name not in rows.dtype.names]
+    if missing:
+        raise ManifestError(f"{path} lacks the column {missing[0]!r}; run 'packer index' to rebuild it")
+    if len(rows) != samples:
+        raise ManifestError(
+            f"{path} has {len(rows)} rows, dataset.json says {samples} samples; run 'packer index' to rebuild it"
+        )
+    return rows
+
+
+def npy_bytes(rows: Rows) -> bytes:
+    """The exact bytes of the `.npy` file for these rows."""
+    import io
+
+    out = io.BytesIO()
+    np.lib.format.write_array(out, rows, version=(1, 0) if len(str(rows.dtype.descr)) < 60000 else (2, 0),
+                              allow_pickle=False)
+    return out.getvalue()
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """Keys and original paths of one split.
+
+    Attributes:
+        keys: (n,) the samples' keys, UTF-8.
+        paths: per field, (n,) the original path relative to the source, as raw bytes.
+    """
+
+    keys: Strings
+    paths: tuple[Strings, ...]
+
+    def to_bytes(self) -> bytes:
+        """The bytes of the `.names` file."""
+        columns = (self.keys, *self.paths)
+        parts: list[Any] = [_MAGIC, np.array([len(self.keys), len(columns)], "<u8").tobytes()]
+        for column in columns:
+            parts += [column.ends.astype("<u8").tobytes(), bytes(column.blob)]
+        return b"".join(parts)
+
+    @staticmethod
+    def load(path: str, samples: int, fields: Sequence[str]) -> Names:
+        """Memory-map a `.names` file.
+
+        Raises:
+            ManifestError: the file is missing, truncated, or for another dataset.
+        """
+        try:
+            raw = np.memmap(path, np.uint8, "r")
+        except (OSError, ValueError) as error:
+            raise ManifestError(f"cannot read {path} ({error}); run 'packer index' to rebuild it") from error
+        wrong = ManifestError(f"{path} is damaged or belongs to another dataset; run 'packer index' to rebuild it")
+        head = len(_MAGIC) + 16
+        if len(raw) < head or raw[: len(_MAGIC)].tobytes() != _MAGIC:
+            raise wrong
+        count, width = raw[len(_MAGIC) : head].view("<u8").tolist()
+        if count != samples or width != 1 + len(fields):
+            raise wrong
+        columns = []
+        at = head
+        for _ in range(width):
+            until = at + 8 * (count + 1)
+            if until > len(raw):
+                raise wrong
+            ends = np.frombuffer(raw, "<i8", count + 1, at).astype(np.int64)
+            if ends[0] != 0 or np.any(np.diff(ends) < 0) or until + ends[-1] > len(raw):
+                raise wrong
+            at = until + int(ends[-1])
+            columns.append(Strings(memoryview(raw)[until:at], ends))
+        return Names(columns[0], tuple(columns[1:]))

@@ -1,0 +1,195 @@
+"""`dataset.json`: what a packed folder holds. Written last, so its presence means complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from packer.errors import ManifestError
+from packer.storage import write_json
+
+FILE = "dataset.json"
+VERSION = 1
+
+# A shard's name is joined to the dataset's folder: one component, nothing that climbs or hides.
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][^/\\\x00]*")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard file: its name inside the folder, how many samples, how large, its checksum."""
+
+    name: str
+    samples: int
+    bytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """The shards of one split, in order; sample numbers run through them."""
+
+    name: str
+    shards: tuple[Shard, ...]
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in all shards."""
+        return sum(shard.samples for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def index_file(self) -> str:
+        """Name of the split's index inside the folder."""
+        return f"{self.name}.index.npy"
+
+    @property
+    def names_file(self) -> str:
+        """Name of the file of keys and original paths inside the folder."""
+        return f"{self.name}.names"
+
+    @property
+    def wids_file(self) -> str:
+        """Name of the split's wids index inside the folder."""
+        return f"{self.name}.wids.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `dataset.json` says.
+
+    Attributes:
+        format: name of the shard format (`webdataset`, `hdf5`, `tfrecord`).
+        fields: field names in the index's order.
+        splits: by name, in the source's order.
+        classes: class names by label, or None without classes.
+        source: where the samples came from, in counts (layout, skipped files by reason).
+        options: what was asked for, so that the same bytes can be made again.
+        fingerprint: of the plan; equal fingerprints give equal bytes.
+        sidecars: crc32c and size of each index and names file.
+    """
+
+    format: str
+    fields: tuple[str, ...]
+    splits: Mapping[str, Split]
+    classes: tuple[str, ...] | None = None
+    source: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: str = ""
+    sidecars: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in all splits."""
+        return sum(split.samples for split in self.splits.values())
+
+    @property
+    def bytes(self) -> int:
+        """Size of all shards of all splits."""
+        return sum(split.bytes for split in self.splits.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The value that `dataset.json` holds."""
+        return {
+            "packer": VERSION,
+            "format": self.format,
+            "fields": list(self.fields),
+            "classes": None if self.classes is None else list(self.classes),
+            "splits": {
+                split.name: {
+                    "samples": split.samples,
+                    "bytes": split.bytes,
+                    "index": split.index_file,
+                    "names": split.names_file,
+                    "shards": [vars(shard) for shard in split.shards],
+                }
+                for split in self.splits.values()
+            },
+            "source": dict(self.source),
+            "options": dict(self.options),
+            "fingerprint": self.fingerprint,
+            "sidecars": {name: dict(facts) for name, facts in self.sidecars.items()},
+        }
+
+    def save(self, folder: str) -> None:
+        """Write `dataset.json` atomically. Call it last: it declares the folder complete."""
+        write_json(os.path.join(folder, FILE), self.to_json())
+
+    @staticmethod
+    def load(folder: str) -> Manifest:
+        """Read and check `dataset.json`.
+
+        Raises:
+            ManifestError: it is missing, not ours, contradicts itself, or names files outside its folder.
+        """
+        path = os.path.join(folder, FILE)
+        try:
+            with open(path, encoding="utf-8") as f:
+                value = json.load(f)
+        except FileNotFoundError as error:
+            raise ManifestError(_why_missing(folder)) from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ManifestError(f"{path} cannot be read: {error}") from error
+        return Manifest.from_json(value, path)
+
+    @staticmethod
+    def from_json(value: Any, path: str = FILE) -> Manifest:
+        """Check a parsed `dataset.json`; see `load`."""
+        if not isinstance(value, dict) or "packer" not in value:
+            raise ManifestError(f"{path} was not written by packer (no 'packer' entry)")
+        if value["packer"] != VERSION:
+            raise ManifestError(f"{path} has version {value['packer']!r}, this packer reads {VERSION}: update packer")
+        try:
+            splits = {}
+            for name, entry in value["splits"].items():
+                _check_name(name, path)
+                shards = tuple(
+                    Shard(str(s["name"]), int(s["samples"]), int(s["bytes"]), int(s["crc32c"]))
+                    for s in entry["shards"]
+                )
+                for shard in shards:
+                    _check_name(shard.name, path)
+                    if shard.samples < 0 or shard.bytes < 0:
+                        raise ManifestError(f"{path}: shard {shard.name!r} has a negative size")
+                splits[name] = Split(name, shards)
+                if splits[name].samples != entry["samples"]:
+                    raise ManifestError(
+                        f"{path}: split {name!r} says {entry['samples']} samples, "
+                        f"its shards add up to {splits[name].samples}"
+                    )
+            classes = value.get("classes")
+            return Manifest(
+                format=str(value["format"]),
+                fields=tuple(str(name) for name in value["fields"]),
+                splits=splits,
+                classes=None if classes is None else tuple(str(name) for name in classes),
+                source=dict(value.get("source", {})),
+                options=dict(value.get("options", {})),
+                fingerprint=str(value.get("fingerprint", "")),
+                sidecars=dict(value.get("sidecars", {})),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ManifestError(f"{path} is not a complete manifest: {type(error).__name__} {error}") from error
+
+
+def _check_name(name: str, path: str) -> None:
+    if not _SAFE_NAME.fullmatch(name):
+        raise ManifestError(f"{path} names {name!r}, which is not a plain file name: refusing to follow it")
+
+
+def _why_missing(folder: str) -> str:
+    path = os.path.join(folder, FILE)
+    if not os.path.isdir(folder):
+        return f"{folder} is not a folder" if os.path.exists(folder) else f"{folder} does not exist"
+    if os.path.isdir(os.path.join(folder, ".packer")):
+        return f"{path} is missing: packing was not finished; run the same 'packer shard' command again to finish it"
+    return f"{path} is missing: not a packed dataset; 'packer index {folder}' makes it from tar shards, " \
+           f"'packer shard {folder} OUT' packs a folder of files"

@@ -1,0 +1,186 @@
+"""Reading a packed dataset by its index: one pread per field, no container parsed.
+
+    >>> dataset = Packed("out/")                          # doctest: +SKIP
+    >>> train = dataset["train"]                          # doctest: +SKIP
+    >>> train.read(17, "jpg")[:2]                         # doctest: +SKIP
+    b'\\xff\\xd8'
+
+pread keeps no file position, so threads and forked workers share descriptors safely; and a
+truncated file is an error here, where a memory map would kill the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+from crc32c import crc32c
+
+from packer.errors import ManifestError, ShardError
+from packer.index import Names, Rows, load_rows
+from packer.manifest import Manifest, Shard, Split
+from packer.sample import printable
+
+
+class Packed(Mapping[str, "PackedSplit"]):
+    """A packed dataset: its manifest, and its splits by name.
+
+    Args:
+        folder: the folder that `packer shard` or `packer index` wrote `dataset.json` into.
+
+    Raises:
+        ManifestError: no manifest, or one that is not complete.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = os.fspath(folder)
+        self.manifest = Manifest.load(self.folder)
+        self._splits = {
+            name: PackedSplit(self.folder, split, self.manifest.fields)
+            for name, split in self.manifest.splits.items()
+        }
+
+    def __getitem__(self, name: str) -> PackedSplit:
+        try:
+            return self._splits[name]
+        except KeyError:
+            raise ManifestError(
+                f"{self.folder} has no split {name!r}; it has: {', '.join(self._splits) or 'none'}"
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._splits)
+
+    def __len__(self) -> int:
+        return len(self._splits)
+
+
+class PackedSplit:
+    """Random access to one split. Cheap to open, picklable, safe in threads and forked workers.
+
+    Attributes:
+        rows: the memory-mapped index, one row per sample (see `packer.index`).
+        fields: field names.
+    """
+
+    def __init__(self, folder: str, split: Split, fields: tuple[str, ...]) -> None:
+        self.folder = folder
+        self.split = split
+        self.fields = fields
+        self._fds: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (PackedSplit, (self.folder, self.split, self.fields))
+
+    def __len__(self) -> int:
+        return self.split.samples
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The split's shards, in order."""
+        return self.split.shards
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The index, memory-mapped on first use."""
+        path = os.path.join(self.folder, self.split.index_file)
+        return load_rows(path, self.split.samples, self.fields, len(self.split.shards))
+
+    @cached_property
+    def names(self) -> Names:
+        """Keys and original paths, memory-mapped on first use."""
+        return Names.load(os.path.join(self.folder, self.split.names_file), self.split.samples, self.fields)
+
+    def key(self, i: int) -> str:
+        """The key of sample i."""
+        return self.names.keys[i].decode("utf-8", "surrogateescape")
+
+    def shard_path(self, shard: int) -> str:
+        """Where shard number `shard` lies."""
+        return os.path.join(self.folder, self.split.shards[shard].name)
+
+    def descriptor(self, shard: int) -> int:
+        """An open file descriptor of the shard, for pread; it stays open until `close`.
+
+        Never evicted while in use: a number closed by one thread and reused by another would
+        read the wrong shard. With more shards than open files are allowed, the soft limit is
+        raised to the hard one.
+        """
+        fd = self._fds.get(shard)
+        if fd is not None:
+            return fd
+        with self._lock:
+            fd = self._fds.get(shard)
+            if fd is None:
+                fd = self._fds[shard] = _open(self.shard_path(shard))
+            return fd
+
+    def read(self, i: int, field: str, *, check: bool = False) -> bytes | None:
+        """The bytes of one field of sample i, or None where the sample lacks it.
+
+        Args:
+            i: sample number, 0 ≤ i < len(self).
+            field: a name from `fields`.
+            check: compare the bytes with the stored crc32c.
+
+        Raises:
+            ShardError: the shard is missing, truncated, or (with `check`) damaged.
+        """
+        row = self.rows[i]
+        length = int(row[f"{field}:length"])
+        if length < 0:
+            return None
+        shard, offset = int(row["shard"]), int(row[f"{field}:offset"])
+        data = os.pread(self.descriptor(shard), length, offset)
+        while len(data) < length:  # Linux gives at most 2 GiB at a time
+            more = os.pread(self.descriptor(shard), length - len(data), offset + len(data))
+            if not more:
+                raise ShardError(self.complain(i, field, f"truncated: {len(data)} of {length} bytes at offset {offset}"))
+            data += more
+        if check and crc32c(data) != int(row[f"{field}:crc32c"]):
+            raise ShardError(self.complain(i, field, f"crc32c mismatch at offset {offset}"))
+        return data
+
+    def sample(self, i: int, *, check: bool = False) -> dict[str, bytes]:
+        """All fields that sample i has."""
+        values = ((field, self.read(i, field, check=check)) for field in self.fields)
+        return {field: value for field, value in values if value is not None}
+
+    def complain(self, i: int, field: str, what: str) -> str:
+        """An error text that leads back to the sample."""
+        shard = self.split.shards[int(self.rows[i]["shard"])].name
+        return f"{shard}, sample {i} {printable(self.names.keys[i])!r}, field {field!r}: {what}; " \
+               f"run: packer verify {self.folder}"
+
+    def close(self) -> None:
+        """Close the shard files. They open again when next read."""
+        with self._lock:
+            fds, self._fds = self._fds, {}
+        for fd in fds.values():
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fds", None):
+            self.close()
+
+
+def _open(path: str) -> int:
+    try:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if soft == hard:
+                raise
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        advice = "; raise the limit with 'ulimit -n' or pack into fewer shards" if error.errno == errno.EMFILE else ""
+        raise ShardError(f"{path}: {error.strerror}{advice}") from error

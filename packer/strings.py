@@ -1,0 +1,75 @@
+"""A column of byte strings in two flat buffers.
+
+A Python list of a million paths costs some 150 bytes each before the path itself, and forked
+workers copy it page by page as reference counts move. Two buffers cost 8 bytes each and are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Strings:
+    """Byte strings `s[0] … s[n-1]`, immutable.
+
+    Attributes:
+        blob: all strings, one after the other (any buffer: bytes, mmap, uint8 array).
+        ends: int64 (n + 1,), ends[0] == 0; string i is blob[ends[i]:ends[i + 1]].
+
+    >>> names = Strings.of([b"a", b"", b"bcd"])
+    >>> len(names), names[2], list(names.take(np.array([2, 0])))
+    (3, b'bcd', [b'bcd', b'a'])
+    """
+
+    blob: memoryview
+    ends: Int64s
+
+    @staticmethod
+    def of(items: Iterable[bytes]) -> Strings:
+        """Copy an iterable of byte strings into a column."""
+        listed = items if isinstance(items, list) else list(items)
+        ends = np.zeros(len(listed) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, listed), np.int64, len(listed)), out=ends[1:])
+        return Strings(memoryview(b"".join(listed)), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, i: int) -> bytes:
+        if not -len(self) <= i < len(self):
+            raise IndexError(i)
+        i %= len(self)
+        return bytes(self.blob[self.ends[i] : self.ends[i + 1]])
+
+    def __iter__(self) -> Iterator[bytes]:
+        blob, ends = self.blob, self.ends.tolist()
+        return (bytes(blob[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_restore, (bytes(self.blob), self.ends))
+
+    @property
+    def lengths(self) -> Int64s:
+        """int64 (n,): the length of each string in bytes."""
+        return np.diff(self.ends)
+
+    def take(self, order: Int64s) -> Strings:
+        """The strings at these positions, in this order, as a new column."""
+        starts = self.ends[order]
+        lengths = self.ends[np.asarray(order) + 1] - starts
+        ends = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=ends[1:])
+        # Position j of the new blob comes from position j + (old start - new start) of the old one.
+        where = np.repeat(starts - ends[:-1], lengths) + np.arange(ends[-1])
+        return Strings(memoryview(np.frombuffer(self.blob, np.uint8)[where].tobytes()), ends)
+
+
+def _restore(blob: bytes, ends: Int64s) -> Strings:
+    return Strings(memoryview(blob), ends)
