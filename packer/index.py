@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +32,7 @@ from packer.strings import Strings
 Rows = npt.NDArray[np.void]
 
 _MAGIC = b"PKNAMES1"
+_MAX_HEADER = 1 << 20   # numpy's own 10,000 characters hold some 100 fields
 
 
 def row_dtype(fields: Sequence[str], extra: Sequence[str] = ()) -> np.dtype[np.void]:
@@ -68,12 +68,12 @@ def load_rows(path: str, samples: int, fields: Sequence[str], shards: int) -> Ro
         ManifestError: not an index, or for another number of samples, or lacking a column.
     """
     try:
-        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        rows: Rows = np.load(path, mmap_mode="r", allow_pickle=False, max_header_size=_MAX_HEADER)
     except FileNotFoundError as error:
         raise ManifestError(f"{path} is missing; run 'packer index' on the folder to rebuild it") from error
     except (OSError, ValueError, EOFError) as error:
         if samples == 0 and os.path.exists(path):  # an empty file cannot be memory-mapped
-            rows = np.load(path, allow_pickle=False)
+            rows = np.load(path, allow_pickle=False, max_header_size=_MAX_HEADER)
         else:
             raise ManifestError(f"{path} is not a readable index ({error}); run 'packer index' to rebuild it") from error
     if rows.ndim != 1 or rows.dtype.names is None:
@@ -88,14 +88,19 @@ def load_rows(path: str, samples: int, fields: Sequence[str], shards: int) -> Ro
     return rows
 
 
-def npy_bytes(rows: Rows) -> bytes:
-    """The exact bytes of the `.npy` file for these rows."""
-    import io
+def npy_parts(rows: Rows) -> tuple[bytes, memoryview]:
+    """The exact bytes of the `.npy` file for these rows: its header, and the rows without a copy.
 
-    out = io.BytesIO()
-    np.lib.format.write_array(out, rows, version=(1, 0) if len(str(rows.dtype.descr)) < 60000 else (2, 0),
-                              allow_pickle=False)
-    return out.getvalue()
+    numpy's own writer copies the rows, and warns where a header needs more than format 1.0.
+    """
+    descr = np.lib.format.dtype_to_descr(rows.dtype)
+    text = repr({"descr": descr, "fortran_order": False, "shape": rows.shape}).encode("utf-8")
+    plain = text.isascii() and len(text) < 65_000
+    before = 10 if plain else 12
+    text += b" " * (-(before + len(text) + 1) % 64) + b"\n"
+    head = np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little") if plain \
+        else np.lib.format.magic(3, 0) + len(text).to_bytes(4, "little")
+    return head + text, np.ascontiguousarray(rows).view(np.uint8).data
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,13 +115,13 @@ class Names:
     keys: Strings
     paths: tuple[Strings, ...]
 
-    def to_bytes(self) -> bytes:
-        """The bytes of the `.names` file."""
+    def parts(self) -> list[bytes | memoryview]:
+        """The bytes of the `.names` file, in pieces, the strings without a copy."""
         columns = (self.keys, *self.paths)
-        parts: list[Any] = [_MAGIC, np.array([len(self.keys), len(columns)], "<u8").tobytes()]
+        parts: list[bytes | memoryview] = [_MAGIC, np.array([len(self.keys), len(columns)], "<u8").tobytes()]
         for column in columns:
-            parts += [column.ends.astype("<u8").tobytes(), bytes(column.blob)]
-        return b"".join(parts)
+            parts += [column.ends.astype("<u8").tobytes(), column.blob]
+        return parts
 
     @staticmethod
     def load(path: str, samples: int, fields: Sequence[str]) -> Names:
@@ -146,5 +151,5 @@ class Names:
             if ends[0] != 0 or np.any(np.diff(ends) < 0) or until + ends[-1] > len(raw):
                 raise wrong
             at = until + int(ends[-1])
-            columns.append(Strings(memoryview(raw)[until:at], ends))
+            columns.append(Strings(raw.data[until:at], ends))
         return Names(columns[0], tuple(columns[1:]))

@@ -23,12 +23,13 @@ def fsync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def write_atomic(path: str, data: bytes | memoryview) -> None:
-    """Write the file under a temporary name, fsync it, rename it into place."""
+def write_atomic(path: str, *parts: bytes | memoryview) -> None:
+    """Write the parts, one after the other, under a temporary name, fsync it, rename it into place."""
     partial = path + PARTIAL
     try:
         with open(partial, "wb") as f:
-            f.write(data)
+            for part in parts:
+                f.write(part)
             f.flush()
             os.fsync(f.fileno())
         os.rename(partial, path)
