@@ -72,5 +72,9 @@ class ShardError(PackerError):
     """A shard is truncated, damaged, or not what the index says it is."""
 
 
+class StateError(PackerError):
+    """A saved loader state does not fit: another seed, dataset, order or, with buckets, batch size."""
+
+
 class UnsafeNameError(PackerError):
     """A stored name would write outside its folder (absolute, `..`, or a link)."""
