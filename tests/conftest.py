@@ -1,0 +1,78 @@
+"""Fixtures that many test modules share. What one module alone needs belongs into that module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from PIL import Image
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Callable[..., Path]:
+    """A factory of ImageFolder trees of small real pictures, each picture different, the same in every run.
+
+    `image_folder("src", splits=("train", "val"))` writes `src/train/cat/cat-0.jpg`, `cat-1.png`, … and gives
+    the path of `src`. Without splits the classes lie directly in it. Sizes (width, height) and suffixes take
+    turns.
+    """
+
+    def make(
+        name: str = "src",
+        *,
+        classes: Sequence[str] = ("cat", "dog"),
+        per_class: int = 3,
+        splits: Sequence[str] = ("",),
+        suffixes: Sequence[str] = (".jpg", ".png"),
+        sizes: Sequence[tuple[int, int]] = ((48, 32), (33, 57)),
+    ) -> Path:
+        root = tmp_path / name
+        number = 0
+        for split in splits:
+            for class_name in classes:
+                folder = root / split / class_name
+                folder.mkdir(parents=True, exist_ok=True)
+                for i in range(per_class):
+                    path = folder / f"{class_name}-{i}{suffixes[i % len(suffixes)]}"
+                    picture(number, sizes[i % len(sizes)]).save(path)
+                    number += 1
+        return root
+
+    return make
+
+
+def picture(number: int, size: tuple[int, int]) -> Image.Image:
+    """An RGB picture of two gradients and one flat channel, with another flat value for each number."""
+    width, height = size
+    across = Image.linear_gradient("L").resize(size).transpose(Image.Transpose.ROTATE_90).resize(size)
+    down = Image.linear_gradient("L").resize(size)
+    return Image.merge("RGB", (across, down, Image.new("L", (width, height), number * 37 % 256)))
+
+
+@pytest.fixture
+def run_packer() -> Callable[..., Result]:
+    """Runs the command line in this process: `run_packer("shard", src, out)` gives click's Result.
+
+    Fails the test if the exit status is not `exit_code`; the message then shows what the program printed.
+    Where the process itself matters (signals, the light import), use subprocess.
+    """
+
+    def run(
+        *args: str | os.PathLike[str],
+        exit_code: int = 0,
+        env: Mapping[str, str] | None = None,
+        stdin: str | bytes | None = None,
+    ) -> Result:
+        from packer.cli import main
+
+        result = CliRunner().invoke(main, [os.fspath(arg) for arg in args], env=env, input=stdin)
+        unexpected = result.exception
+        if unexpected is not None and not isinstance(unexpected, SystemExit):
+            raise unexpected
+        assert result.exit_code == exit_code, f"exit status {result.exit_code}:\n{result.output}"
+        return result
+
+    return run
