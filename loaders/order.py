@@ -1,7 +1,6 @@
 """The order of an epoch: which sample goes into which batch of which rank.
 
-Everything here is a pure function of numbers and arrays: no clock, no I/O, no global state, no
-torch. An epoch is made in two steps, and each can be read alone:
+Everything here is a pure function of numbers and arrays: no clock, no I/O, no global state. An epoch is made in two steps, and each can be read alone:
 
 1. `sequence(order, epoch, batch_size)` lays out the whole epoch as one array of sample numbers,
    the same on every rank: draw (all samples, or class-balanced, or weighted), arrange (globally
@@ -14,9 +13,7 @@ Because the ranks always consume a prefix of one common array, a single number, 
 where an epoch stands. To resume, what lies behind `consumed` is dealt again, to any number of
 ranks in batches of any size; worker counts never enter.
 
-The shuffles are sorts by a counter-based hash (SplitMix64: Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014), so an order is the same on every machine
-and with every version of numpy, whose own generators may change their streams.
+An order is the same on every machine and with every version of numpy.
 
 Example:
     >>> order = Order(samples=10, seed=7)
@@ -32,149 +29,31 @@ Example:
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
-import numpy.typing as npt
 
+from loaders.arrange import Numbers, padding_waste, resolve_subset
+from loaders.epoch import AnyOrder, Mixture, Order, Shuffle, sequence
 from packer.errors import StateError, UsageError
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
-Shuffle: TypeAlias = bool | Literal["window"]
+__all__ = [
+    "AnyOrder", "Deal", "Mixture", "Numbers", "Order", "Position", "RankBatches", "Shuffle", "Tail",
+    "batch_count", "batch_counts", "batches", "check_state", "make_state", "padding_waste", "resolve_subset",
+    "sequence",
+]
+
 Tail: TypeAlias = Literal["drop", "pad", "exact"]
 
-_WORD = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-# One stream of hashes for each thing that is drawn at random, so that no two of them correlate.
-_SHUFFLE, _SHARDS, _DRAW, _CLASSES, _BATCHES, _SLOTS, _FOLD = range(7)
-
-
-# --- what describes an order ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Order:
-    """The order of one dataset: what an epoch holds, and how it is arranged.
-
-    All arrays have shape (samples,), one entry per sample of the dataset (of the whole dataset,
-    also under a `subset`), and may be columns of the memory-mapped index: they are copied.
-
-    Attributes:
-        samples: number of samples in the dataset.
-        seed: 0 ≤ seed < 2**64; with the epoch's number it decides all that is random.
-        shuffle: True: a new global permutation each epoch. False: as stored (or as `subset` lists
-            them). "window": for disks that hate random reads: the shards in random order, then
-            `window_shards` of them at a time read and mixed. Needs `shards`.
-
-            *Mixing quality of windows*: inside a window every order is equally likely; a batch
-            therefore mixes `window_shards` shards, and samples of one shard never lie further apart
-            than one window. Two given samples of different shards share a window with probability
-            (w - 1) / (S - 1) for w of S shards, anew each epoch. That is as good as a
-            global permutation for a dataset that was shuffled when packed, and with
-            `window_shards` ≥ S it is one; for shards that hold one class each, w is the number of classes in a
-            batch. A window's bytes, `window_shards` × the shard size, should fit the page cache.
-        subset: the sample numbers that take part, each once, from `resolve_subset`; None for all.
-        shards: the shard of each sample (index column `shard`).
-        window_shards: the most shards mixed at a time.
-        labels: the class of each sample (index column `label`); given, the epoch is *class-balanced*:
-            each class that occurs is drawn equally often (± 1), each of its samples equally often (± 1).
-        weights: given, the epoch is *weighted*: sample i is drawn `epoch_samples * weights[i] / sum` times,
-            rounded up or down at random so that this is its exact mean (systematic sampling), so
-            equal weights give every sample exactly once, and weight 0 never.
-        epoch_samples: length of an epoch, counted over all ranks; None: as many as take part.
-            With `labels` or `weights` it is the number of draws. Otherwise an epoch is that long a
-            stretch of passes over the data: every sample once before any comes twice, across epochs.
-        heights: with `widths`: the height of each image in pixels; the batches are then *bucketed*:
-            images of like height and width share a batch. Needs real sizes (> 0) for all that take part.
-        widths: the width of each image in pixels.
-        pool_batches: buckets are made within runs of about this many batches; more means less
-            padding and less mixing.
-
-    Raises:
-        UsageError: options that contradict each other, or arrays of a wrong length or content.
-
-    Example:
-        >>> order = Order(samples=6, shuffle=False, subset=resolve_subset([5, 1, 3], 6))
-        >>> sequence(order, epoch=0, batch_size=2).tolist()
-        [5, 1, 3]
-    """
-
-    samples: int
-    seed: int = 0
-    shuffle: Shuffle = True
-    subset: npt.ArrayLike | None = None
-    shards: npt.ArrayLike | None = None
-    window_shards: int = 8
-    labels: npt.ArrayLike | None = None
-    weights: npt.ArrayLike | None = None
-    epoch_samples: int | None = None
-    heights: npt.ArrayLike | None = None
-    widths: npt.ArrayLike | None = None
-    pool_batches: int = 256
-
-    def __post_init__(self) -> None:
-        raise NotImplementedError
-
-    @property
-    def length(self) -> int:
-        """Samples in an epoch, over all ranks, before any tail is dropped or padded."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, eq=False)
-class Mixture:
-    """Several datasets as one: numbers are global, those of part d start at `offsets[d]`.
-
-    An epoch takes a fixed quota from each part. A part's own order goes on from epoch to epoch, so
-    each of its samples comes once before any comes twice, whatever the weights; parts keep their own
-    order (shuffled, windowed, balanced …) while the mixture decides at random whose turn it is.
-    Without weights and `epoch_samples`, an epoch is every part's epoch exactly once.
-
-    Attributes:
-        parts: the datasets. If all have `heights` and `widths`, the mixed epoch is bucketed.
-        weights: share of each part in the epoch, > 0, any scale; None: by their lengths.
-        epoch_samples: samples in an epoch, over all ranks; None: the sum of the parts' lengths.
-        seed: decides the turns (the parts' own seeds decide the rest).
-        shuffle: False: no random turns, one part after the other.
-
-    Raises:
-        UsageError: no parts, weights that are not positive numbers, a weighted part without samples or too
-            light to occur, or sizes for some parts only.
-
-    Example:
-        >>> mixture = Mixture((Order(samples=100), Order(samples=50)), weights=(1, 3), epoch_samples=20)
-        >>> part, local = mixture.locate(sequence(mixture, epoch=0, batch_size=4))
-        >>> np.bincount(part).tolist()
-        [5, 15]
-    """
-
-    parts: tuple[Order, ...]
-    weights: tuple[float, ...] | None = None
-    epoch_samples: int | None = None
-    seed: int = 0
-    shuffle: bool = True
-
-    @property
-    def length(self) -> int:
-        """Samples in an epoch, over all ranks."""
-        raise NotImplementedError
-
-    @property
-    def offsets(self) -> Numbers:
-        """(parts + 1,) int64: part d has the global numbers offsets[d] … offsets[d + 1] - 1."""
-        raise NotImplementedError
-
-    def locate(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Global numbers, any shape → (part, number within the part), int64 of that shape."""
-        raise NotImplementedError
-
-
-AnyOrder: TypeAlias = Order | Mixture
+_STATE_VERSION = 1
+_POSITION = ("batch_size", "epoch", "consumed")
+_STATE_WORDS = {
+    "version": "version", "samples": "number of samples", "seed": "seed", "kind": "kind of order",
+    "length": "epoch length", "digest": "digest of labels, weights, shards, sizes and subset",
+}
 
 
 @dataclass(frozen=True)
@@ -207,42 +86,119 @@ class Deal:
     world_size: int = 1
     tail: Tail = "drop"
 
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UsageError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"rank {self.rank} of {self.world_size}; ranks count from 0 to world_size - 1")
+        if self.tail not in ("drop", "pad", "exact"):
+            raise UsageError(f"tail is {self.tail!r}; it is 'drop', 'pad' or 'exact'")
 
-# --- the epoch -----------------------------------------------------------------------------------
-
-
-def sequence(order: AnyOrder, epoch: int, batch_size: int) -> Numbers:
-    """The whole epoch, all ranks together: (order.length,) int64, freshly made.
-
-    `batch_size` matters only to buckets: each run of `batch_size` numbers is then a batch.
-    """
-    raise NotImplementedError
+    @property
+    def step(self) -> int:
+        """Samples that all ranks together consume with one batch each."""
+        return self.batch_size * self.world_size
 
 
 class RankBatches(Sequence[Numbers]):
-    """The batches of one rank, from `batches`. `len()` is exact; item i is an (≤ batch_size,) int64 array."""
+    """The batches of one rank, made by `batches`.
+
+    `len()` is exact; item i is an int64 array of shape (batch_size,), the last may be shorter unless
+    the tail is dropped. Items are views of the epoch's sequence: not to be written to.
+    """
+
+    def __init__(self, numbers: Numbers, deal: Deal, consumed: int, whole_batches: bool) -> None:
+        self._numbers = numbers
+        self._deal = deal
+        self._start = consumed
+        self._full = (len(numbers) - consumed) // deal.step
+        self._tail = _tail_span(len(numbers), consumed + self._full * deal.step, deal, whole_batches)
+
+    def __len__(self) -> int:
+        return self._full + (self._tail.stop > self._tail.start)
+
+    @overload
+    def __getitem__(self, item: int) -> Numbers: ...
+    @overload
+    def __getitem__(self, item: slice) -> list[Numbers]: ...
+    def __getitem__(self, item: int | slice) -> Numbers | list[Numbers]:
+        if isinstance(item, slice):
+            return [self[i] for i in range(*item.indices(len(self)))]
+        place = range(len(self))[item]
+        if place < self._full:
+            begin = self._start + place * self._deal.step + self._deal.rank * self._deal.batch_size
+            return self._numbers[begin : begin + self._deal.batch_size]
+        if self._tail.stop <= len(self._numbers):
+            return self._numbers[self._tail.start : self._tail.stop]
+        return self._numbers[np.arange(self._tail.start, self._tail.stop) % len(self._numbers)]
 
     def consumed_after(self, count: int) -> int:
-        """Samples of the epoch that all ranks have consumed when each has had `count` of these batches."""
-        raise NotImplementedError
+        """Samples of the epoch that all ranks have consumed when each has had `count` of its batches.
+
+        It includes what was consumed before the first of them, and is the same on every rank.
+        """
+        if count > self._full:
+            return len(self._numbers)
+        return self._start + count * self._deal.step
 
 
 def batches(order: AnyOrder, deal: Deal, epoch: int, consumed: int = 0) -> RankBatches:
-    """What `deal.rank` gets of the epoch after the first `consumed` samples, batch by batch."""
-    raise NotImplementedError
+    """What `deal.rank` gets of the epoch behind its first `consumed` samples, batch by batch.
+
+    Making the epoch takes about 30 ms for a million samples, so this is called once per epoch.
+
+    Raises:
+        UsageError: `consumed` is not within the epoch, or, with buckets, not between two batches.
+    """
+    _check_consumed(order, deal, consumed)
+    return RankBatches(sequence(order, epoch, deal.batch_size), deal, consumed, order.sizes is not None)
 
 
 def batch_count(order: AnyOrder, deal: Deal, consumed: int = 0) -> int:
-    """`len(batches(order, deal, …, consumed))` for `deal.rank`, without making the epoch."""
-    raise NotImplementedError
+    """`len(batches(order, deal, epoch, consumed))`, the same for every epoch, without making one.
+
+    Raises:
+        UsageError: as `batches`.
+    """
+    _check_consumed(order, deal, consumed)
+    full = (order.length - consumed) // deal.step
+    tail = _tail_span(order.length, consumed + full * deal.step, deal, order.sizes is not None)
+    return full + (tail.stop > tail.start)
 
 
 def batch_counts(order: AnyOrder, deal: Deal, consumed: int = 0) -> tuple[int, ...]:
-    """`batch_count` of every rank, in the order of the ranks."""
-    raise NotImplementedError
+    """The `batch_count` of every rank, by rank; all equal unless `deal.tail` is "exact".
+
+    Raises:
+        UsageError: as `batches`.
+    """
+    return tuple(batch_count(order, replace(deal, rank=rank), consumed) for rank in range(deal.world_size))
 
 
-# --- state ---------------------------------------------------------------------------------------
+def _tail_span(length: int, begin: int, deal: Deal, whole_batches: bool) -> range:
+    """Where in the epoch a rank's last, unfilled step lies; from `length` on it goes round to the start."""
+    left, size, rank = length - begin, deal.batch_size, deal.rank
+    if left == 0 or deal.tail == "drop":
+        return range(begin, begin)
+    if whole_batches:
+        first = begin + rank * size
+        if first >= length and deal.tail == "pad":  # this rank repeats one of the epoch's first batches
+            first = (rank - -(-left // size)) % -(-length // size) * size
+        return range(first, max(first, min(first + size, length)))
+    if deal.tail == "pad":
+        each = -(-left // deal.world_size)
+        return range(begin + rank * each, begin + (rank + 1) * each)
+    each, more = divmod(left, deal.world_size)
+    first = begin + rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
+def _check_consumed(order: AnyOrder, deal: Deal, consumed: int) -> None:
+    """Raise UsageError unless an epoch can be taken up behind `consumed` samples."""
+    if not 0 <= consumed <= order.length:
+        raise UsageError(f"{consumed} samples consumed of an epoch of {order.length}")
+    if order.sizes is not None and consumed % deal.batch_size and consumed != order.length:
+        raise UsageError(f"{consumed} samples consumed is not between two buckets of {deal.batch_size}")
 
 
 class Position(NamedTuple):
@@ -254,40 +210,48 @@ class Position(NamedTuple):
 
 def make_state(order: AnyOrder, deal: Deal, epoch: int, consumed: int) -> dict[str, int | str]:
     """A position as a dict of plain numbers and strings, the same on every rank, fit for JSON."""
-    raise NotImplementedError
+    return {**_identity(order), "batch_size": deal.batch_size, "epoch": epoch, "consumed": consumed}
 
 
 def check_state(order: AnyOrder, deal: Deal, state: Mapping[str, Any]) -> Position:
     """The position in a state from `make_state`, if it fits this order.
 
-    Rank, world size and batch size may differ from those that saved it; with buckets the batch size
-    may not, since it decides what a batch is.
+    Rank, world size, tail and batch size may differ from those that saved it; with buckets the batch
+    size may not, since it decides what a batch is (finish the epoch with the old one). That the
+    samples are the same ones, not only as many, is for the caller to know.
 
     Raises:
-        StateError: another seed, dataset size, subset, kind or length of order, other labels, weights, sizes or
-            shards, another batch size with buckets, or not a state at all.
+        StateError: another seed, dataset size, kind or length of order, other labels, weights, sizes,
+            shards or subset, another batch size with buckets, or not a state at all.
     """
-    raise NotImplementedError
+    try:
+        found = {name: state[name] for name in _identity(order)}
+        batch_size, epoch, consumed = (operator.index(state[name]) for name in _POSITION)
+    except (KeyError, TypeError) as error:
+        raise StateError(f"this is no state of a loader ({error!r}); pass what state_dict() gave") from error
+    for name, want in _identity(order).items():
+        if found[name] != want:
+            raise StateError(
+                f"the state does not fit: its {_STATE_WORDS[name]} is {found[name]!r}, this loader's {want!r}; "
+                "build the loader with the options that saved it, or do not load the state"
+            )
+    if order.sizes is not None and batch_size != deal.batch_size:
+        raise StateError(
+            f"the state was saved with batch_size={batch_size}, this loader has {deal.batch_size}, and buckets "
+            f"depend on it; finish epoch {epoch} with batch_size={batch_size}"
+        )
+    if epoch < 0:
+        raise StateError(f"the state names epoch {epoch}; epochs count from 0")
+    try:
+        _check_consumed(order, deal, consumed)
+    except UsageError as error:
+        raise StateError(f"the state does not fit: {error}") from error
+    return Position(epoch, consumed)
 
 
-# --- helpers -------------------------------------------------------------------------------------
-
-
-def padding_waste(heights: npt.ArrayLike, widths: npt.ArrayLike, batches: Iterable[Numbers]) -> float:
-    """The share of padding, 0 ≤ share < 1, in batches padded to their largest height and width."""
-    raise NotImplementedError
-
-
-def resolve_subset(subset: str | npt.ArrayLike, samples: int) -> Numbers:
-    """A subset as sample numbers, int64, checked.
-
-    Args:
-        subset: numbers (kept in their order), a boolean mask of shape (samples,), or a fold: "2/5" is
-            the second of five folds, "-2/5" all but it. Folds are random, disjoint, equal in size (± 1), ascending,
-            and depend on `samples` alone, so that runs with different seeds share them.
-        samples: number of samples in the dataset.
-
-    Raises:
-        UsageError: a number out of range or twice, or no fold.
-    """
-    raise NotImplementedError
+def _identity(order: AnyOrder) -> dict[str, int | str]:
+    """What two orders must share for a position in one to mean the same in the other."""
+    return {
+        "version": _STATE_VERSION, "samples": order.samples, "seed": order.seed,
+        "kind": order.kind, "length": order.length, "digest": order.digest,
+    }
