@@ -72,6 +72,27 @@ class ShardError(PackerError):
     """A shard is truncated, damaged, or not what the index says it is."""
 
 
+class SampleError(PackerError):
+    """A sample cannot be read, decoded or transformed; its cause is chained.
+
+    Attributes:
+        key: the sample's key.
+        number: its number in the split.
+    """
+
+    def __init__(self, message: str, key: str, number: int) -> None:
+        super().__init__(message)
+        self.key = key
+        self.number = number
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (SampleError, (str(self), self.key, self.number))
+
+
+class CollateError(PackerError):
+    """Samples that cannot become one batch: other ranks, dtypes, keys or lengths."""
+
+
 class StateError(PackerError):
     """A saved loader state does not fit: another seed, dataset, order or, with buckets, batch size."""
 

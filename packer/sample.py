@@ -35,6 +35,9 @@ _PLAIN_PATH = re.compile(rb"(?:[\x20-\x24\x26-\x2e\x30-\x5e\x60-\x7e][\x20-\x24\
                          rb"[\x20-\x24\x26-\x2d\x30-\x5e\x60-\x7e][\x20-\x24\x26-\x2d\x30-\x7e]*")
 _ESCAPED = {byte: b"%%%02X" % byte for byte in range(256)}
 
+# The same test for many base names at once, joined by '/'.
+_NOT_PLAIN = re.compile(rb"[^\x20-\x24\x26-\x2d\x2f-\x7e]|(?:^|/)(?:_|$|/)")
+
 
 def _escape_component(name: bytes, *, dots: bool) -> bytes:
     try:
@@ -126,6 +129,9 @@ def unique_keys(folder: bytes, names: Sequence[bytes]) -> list[bytes]:
             if longer == stems:
                 break
             stems = longer
+    joined = b"/".join(stems)
+    if joined.count(b"/") == len(stems) - 1 and _PLAIN_PATH.fullmatch(prefix + b"x") and not _NOT_PLAIN.search(joined):
+        return [prefix + stem for stem in stems]
     return [escape_key(prefix + stem) for stem in stems]
 
 

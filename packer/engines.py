@@ -1,0 +1,145 @@
+"""Where shard tasks run: in this process, or in worker processes of this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from packer.errors import WorkerDiedError
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+#: Called by a task with (samples, bytes) done since the last call.
+Report = Callable[[int, int], None]
+_POLL_S = 0.1
+
+
+class Engine(Protocol):
+    """Runs independent tasks and hands their results back as they finish, in any order."""
+
+    def run(self, work: Callable[[Any, Report], Result], tasks: Iterable[Any], report: Report) -> Iterator[Result]:
+        """Run `work(task, report)` for every task. The first exception stops everything and is raised."""
+        ...
+
+
+class InProcess:
+    """One task after the other, here."""
+
+    def run(self, work: Callable[[Any, Report], Result], tasks: Iterable[Any], report: Report) -> Iterator[Result]:
+        """See `Engine.run`."""
+        for task in tasks:
+            yield work(task, report)
+
+
+class LocalProcesses:
+    """Worker processes on this machine, at most `2 × workers` tasks in memory at a time.
+
+    Args:
+        workers: number of processes.
+
+    Raises:
+        WorkerDiedError: (from `run`) a worker was killed, most often for memory.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def run(self, work: Callable[[Any, Report], Result], tasks: Iterable[Any], report: Report) -> Iterator[Result]:
+        """See `Engine.run`."""
+        context = multiprocessing.get_context(_start_method())
+        samples, size = context.Value("q", 0), context.Value("q", 0)
+        pool = ProcessPoolExecutor(self.workers, context, _start_worker, (samples, size, os.getpid()))
+        seen = (0, 0)
+        waiting = iter(tasks)
+        running: set[Future[Result]] = set()
+        try:
+            while True:
+                for task in waiting:
+                    running.add(pool.submit(_in_worker, work, task))
+                    if len(running) >= 2 * self.workers:
+                        break
+                if not running:
+                    return
+                done, running = wait(running, _POLL_S, FIRST_COMPLETED)
+                now = (samples.value, size.value)
+                report(now[0] - seen[0], now[1] - seen[1])
+                seen = now
+                for future in done:
+                    yield future.result()
+        except BrokenProcessPool as error:
+            raise WorkerDiedError(
+                "a worker process died without a word (killed? out of memory?); finished shards are kept: "
+                "run the same command again, with fewer --workers if memory was short"
+            ) from error
+        finally:
+            _stop(pool)
+
+
+def _start_method() -> str:
+    """Forking is quick and safe as long as this process has one thread; otherwise start afresh."""
+    return "fork" if sys.platform.startswith("linux") and threading.active_count() == 1 else "spawn"
+
+
+_counters: tuple[Synchronized[int], Synchronized[int]] | None = None
+
+
+def _start_worker(samples: Synchronized[int], size: Synchronized[int], parent: int) -> None:
+    global _counters  # noqa: PLW0603 - the one way to hand a pool's workers what they inherit
+    _counters = (samples, size)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """A killed parent must not leave workers writing into a folder that the next run takes over."""
+    while os.getppid() == parent:
+        threading.Event().wait(0.5)
+    os._exit(1)
+
+
+def _in_worker(work: Callable[[Any, Report], Result], task: Any) -> Result:
+    return work(task, _count)
+
+
+def _count(samples: int, size: int) -> None:
+    if _counters is not None:
+        for counter, value in zip(_counters, (samples, size), strict=True):
+            with counter.get_lock():
+                counter.value += value
+
+
+def _stop(pool: ProcessPoolExecutor) -> None:
+    """End the workers now: what they were writing is worth nothing without the rest."""
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.join(0.05) if process.is_alive() else None
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join()
+
+
+def cpu_count() -> int:
+    """CPUs that this process may use: the affinity mask cut by the control group's quota, at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as f:
+            quota, period = f.read().split()
+        if quota != "max":
+            allowed = min(allowed, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return max(1, allowed)

@@ -1,0 +1,225 @@
+"""WebDataset shards: plain USTAR tar files, written a buffer at a time.
+
+All headers of some megabytes of samples are made at once as numpy blocks, and the payloads are
+read straight into their place between them: on a disk file system this is about twice as fast
+as GNU tar, which reads and writes 10 KiB at a time.
+
+Every byte is a function of keys, fields and payloads: mode 0644, owner 0, time 0. Names over 100
+bytes carry a PAX header, the one way that every reader understands.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from packer.errors import ShardError
+from packer.formats.base import Batch, Found, Mask, Written
+from packer.sources.base import Scan
+from packer.storage import output_error
+from packer.strings import Int64s
+
+BLOCK = 512
+NAME_BYTES = 100
+MAX_FIELD_BYTES = 8**11 - 1  # eleven octal digits
+
+_SIZE, _CHECKSUM = slice(124, 135), slice(148, 154)
+
+
+def _template(kind: bytes) -> npt.NDArray[np.uint8]:
+    header = bytearray(BLOCK)
+    header[100:108] = b"0000644\0"
+    header[108:116] = header[116:124] = b"0000000\0"
+    header[124:136] = header[136:148] = b"00000000000\0"
+    header[148:156] = b"       \0"  # counts as spaces until the sum is known; six digits, NUL, space
+    header[155:156] = b" "
+    header[156:157] = kind
+    header[257:265] = b"ustar\x0000"
+    header[329:337] = header[337:345] = b"0000000\0"
+    return np.frombuffer(bytes(header), np.uint8)
+
+
+_FILE, _PAX = _template(b"0"), _template(b"x")
+# The checksum is taken with its own eight bytes as spaces.
+_SUM = {kind: int(t.astype(np.int64).sum() - t[148:156].astype(np.int64).sum() + 8 * 32 - t[_SIZE].astype(np.int64).sum())
+        for kind, t in (("0", _FILE), ("x", _PAX))}
+_OCTAL_11 = 8 ** np.arange(10, -1, -1, dtype=np.int64)
+_OCTAL_6 = 8 ** np.arange(5, -1, -1, dtype=np.int64)
+
+
+class TarFormat:
+    """`webdataset`: see `packer.formats.base.Format`."""
+
+    name = "webdataset"
+    suffix = ".tar"
+    overhead = 2 * BLOCK  # the end of an archive: two blocks of zeros
+
+    def sample_bytes(self, scan: Scan) -> Int64s:
+        """int64 (n,): header and padded payload of every member, the label's own included."""
+        field_bytes = np.array([len(os.fsencode(name)) for name in scan.fields] or [0], np.int64)
+        sample = np.repeat(np.arange(len(scan)), np.diff(scan.first))
+        names = scan.keys.lengths[sample] + 1 + field_bytes[scan.field]
+        members = BLOCK + _padded(scan.sizes) + _pax_bytes(names)
+        total = np.bincount(sample, weights=members, minlength=len(scan)).astype(np.int64)
+        if scan.made_cls:
+            total += np.where(scan.label >= 0, 2 * BLOCK + _pax_bytes(scan.keys.lengths + len(".cls")), 0)
+        return total
+
+    def writer(self, path: str) -> TarWriter:
+        """Start a shard at this path."""
+        return TarWriter(path)
+
+    def walk(self, path: str) -> Iterator[Found]:
+        """Every field of a shard by its own headers; see `Format.walk`."""
+        from packer.formats.tar_reader import group_samples, iter_members
+
+        for key, members in group_samples(iter_members(path)):
+            for field, member in members.items():
+                yield Found(key, field, member.data_offset, member.size)
+
+
+FORMAT = TarFormat()
+
+
+def _padded(sizes: Int64s) -> Int64s:
+    return (sizes + BLOCK - 1) // BLOCK * BLOCK
+
+
+def _pax_bytes(name_lengths: Int64s) -> Int64s:
+    """What the PAX header of a long name takes up: its own header and the record, padded."""
+    out = np.zeros_like(name_lengths)
+    long = name_lengths > NAME_BYTES
+    if long.any():
+        records = [_pax_length(length) for length in name_lengths[long].tolist()]
+        out[long] = BLOCK + _padded(np.array(records, np.int64))
+    return out
+
+
+@lru_cache(4096)
+def _pax_length(name_length: int) -> int:
+    return len(_pax_record(bytes(name_length)))
+
+
+def _pax_record(name: bytes) -> bytes:
+    body = b" path=" + name + b"\n"
+    length = len(body)
+    while len(b"%d" % length) + len(body) != length:
+        length = len(b"%d" % length) + len(body)
+    return b"%d" % length + body
+
+
+def _digits(values: Int64s, powers: Int64s) -> npt.NDArray[np.uint8]:
+    """(m, len(powers)) ASCII octal digits."""
+    return (values[:, None] // powers % 8 + ord("0")).astype(np.uint8)
+
+
+class TarWriter:
+    """Writes one tar file; see `packer.formats.base.ShardWriter`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise output_error(path, error) from error
+        self._blocks = np.empty((0, BLOCK), np.uint8)
+        self._size = 0
+        self._crc = 0
+        self._batch: Batch | None = None
+        self._payload = np.zeros(0, np.int64)
+        self._sample_blocks = np.zeros(1, np.int64)
+
+    def layout(self, batch: Batch) -> tuple[memoryview, list[int]]:
+        """Make the headers of a batch; see `ShardWriter.layout`."""
+        counts = np.diff(batch.first).tolist()
+        files = zip(batch.fields, (key for key, n in zip(batch.keys, counts, strict=True) for _ in range(n)), strict=True)
+        names = [key + b"." + field.encode("utf-8", "surrogateescape") for field, key in files]
+        lengths = np.fromiter(map(len, names), np.int64, len(names))
+        if len(batch.sizes) and int(batch.sizes.max()) > MAX_FIELD_BYTES:
+            raise ShardError(f"a field of {int(batch.sizes.max())} bytes does not fit a tar header (limit 8 GiB)")
+        pax = _pax_bytes(lengths) // BLOCK
+        member_blocks = pax + 1 + _padded(batch.sizes) // BLOCK
+        ends = np.cumsum(member_blocks)
+        headers = ends - member_blocks + pax
+        total = int(ends[-1]) if len(ends) else 0
+        if total > len(self._blocks):
+            self._blocks = np.empty((total, BLOCK), np.uint8)
+        self._blocks[ends[batch.sizes > 0] - 1] = 0  # padding after each payload
+        self._put_headers(headers, names, lengths, batch.sizes, _FILE, _SUM["0"])
+        for i in np.flatnonzero(pax).tolist():
+            self._put_pax(int(headers[i] - pax[i]), names[i])
+        self._batch = batch
+        self._payload = (headers + 1) * BLOCK
+        self._sample_blocks = np.concatenate([[0], ends])[batch.first]
+        return self._blocks.reshape(-1).data, self._payload.tolist()
+
+    def _put_headers(self, at: Int64s, names: list[bytes], lengths: Int64s, sizes: Int64s,
+                     template: npt.NDArray[np.uint8], fixed_sum: int) -> None:
+        field = np.zeros((len(names), NAME_BYTES), np.uint8)
+        short = np.minimum(lengths, NAME_BYTES)
+        joined = b"".join(names) if len(lengths) == 0 or lengths.max() <= NAME_BYTES else b"".join(
+            name[:NAME_BYTES] for name in names)
+        field[np.arange(NAME_BYTES) < short[:, None]] = np.frombuffer(joined, np.uint8)
+        size = _digits(sizes, _OCTAL_11)
+        sums = fixed_sum + field.sum(axis=1, dtype=np.int64) + size.sum(axis=1, dtype=np.int64)
+        block = np.repeat(template[None], len(names), axis=0)
+        block[:, :NAME_BYTES] = field
+        block[:, _SIZE] = size
+        block[:, _CHECKSUM] = _digits(sums, _OCTAL_6)
+        block[:, 154] = 0
+        self._blocks[at] = block
+
+    def _put_pax(self, at: int, name: bytes) -> None:
+        record = _pax_record(name)
+        self._put_headers(np.array([at]), [b"././@PaxHeader"], np.array([14]), np.array([len(record)]), _PAX, _SUM["x"])
+        blocks = -(-len(record) // BLOCK)
+        self._blocks[at + 1 : at + 1 + blocks] = np.frombuffer(record.ljust(blocks * BLOCK, b"\0"), np.uint8).reshape(-1, BLOCK)
+
+    def commit(self, keep: Mask | None = None) -> Int64s:
+        """Write the batch out; see `ShardWriter.commit`."""
+        batch, starts = self._batch, self._sample_blocks
+        if batch is None:
+            raise RuntimeError("commit without layout")
+        offsets = self._payload + self._size
+        used = int(starts[-1])
+        if keep is not None and not keep.all():
+            # Close the gaps of samples left out: their blocks go, later ones move forward.
+            kept_blocks = np.repeat(keep, np.diff(starts))
+            kept_files = np.repeat(keep, np.diff(batch.first))
+            gone = np.cumsum(np.where(keep, 0, np.diff(starts)))
+            offsets = np.where(kept_files, offsets - BLOCK * np.repeat(gone, np.diff(batch.first)), -1)
+            used = int(kept_blocks.sum())
+            self._blocks[:used] = self._blocks[: len(kept_blocks)][kept_blocks]
+        self._write(self._blocks[:used].reshape(-1).data)
+        self._batch = None
+        return offsets
+
+    def _write(self, data: memoryview) -> None:
+        self._crc = crc32c(data, self._crc)
+        self._size += len(data)
+        try:
+            while len(data):
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise output_error(self._path, error) from error
+
+    def close(self) -> Written:
+        """Write the end of the archive and make the file durable."""
+        self._write(memoryview(bytes(FORMAT.overhead)))
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise output_error(self._path, error) from error
+        self.abort()
+        return Written(self._size, self._crc)
+
+    def abort(self) -> None:
+        """Let go of the file as it is."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
