@@ -100,8 +100,8 @@ def stream(source: Path, out: Path) -> None:
     print(
         f"{packed:8,.0f} images/s  from the shards, by loaders.webds_loader.make_loader\n"
         f"{loose:8,.0f} images/s  from the loose files, by torch's DataLoader with Pillow\n"
-        f"Both: random crops to {CROP}×{CROP}, uint8, batches of {batch_size}, {WORKERS} workers, over and over "
-        f"the {len(split):,} pictures of split\n"
+        f"Both: random crops to {CROP}×{CROP}, uint8, batches of {batch_size}, {WORKERS} workers, over and "
+        f"over the {len(split):,} pictures of split\n"
         f"{name!r} for {MEASURE_S:.0f} s after {WARM_UP_S:.0f} s of warm-up. "
         "The files were read a moment ago and come from memory, so this\n"
         "compares the work per picture, not the disk."

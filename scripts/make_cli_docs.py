@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from packer.cli import main as packer
+from packer.cli import cli
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 WIDTH = 100
@@ -32,7 +32,7 @@ def contexts(
 def cli_docs() -> str:
     """The text of docs/cli.md."""
     parts = ["# The command line\n\nWritten by `scripts/make_cli_docs.py` from each command's `--help`.\n"]
-    for context in contexts(packer, "packer"):
+    for context in contexts(cli, "packer"):
         text = context.command.get_help(context).strip("\n")
         parts.append(f"## {context.command_path}\n\n```text\n{text}\n```\n")
     return "\n".join(parts)

@@ -66,9 +66,9 @@ def run_packer() -> Callable[..., Result]:
         env: Mapping[str, str] | None = None,
         stdin: str | bytes | None = None,
     ) -> Result:
-        from packer.cli import main
+        from packer.cli import cli
 
-        result = CliRunner().invoke(main, [os.fspath(arg) for arg in args], env=env, input=stdin)
+        result = CliRunner().invoke(cli, [os.fspath(arg) for arg in args], env=env, input=stdin)
         unexpected = result.exception
         if unexpected is not None and not isinstance(unexpected, SystemExit):
             raise unexpected

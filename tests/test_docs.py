@@ -19,9 +19,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from make_cli_docs import cli_docs, contexts  # noqa: E402
 
-from packer.cli import main as packer  # noqa: E402
+from packer.cli import cli  # noqa: E402
 
-COMMANDS = {context.command_path: context for context in contexts(packer, "packer") if context.parent}
+COMMANDS = {context.command_path: context for context in contexts(cli, "packer") if context.parent}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What only this project's authors' machines have, or what would send users to one particular mirror.

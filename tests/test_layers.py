@@ -143,9 +143,10 @@ def test_no_module_imports_in_a_circle(imports: list[Import]) -> None:
     [
         pytest.param("import packer", id="import packer"),
         pytest.param(
-            "import contextlib, os, packer.cli\n"
+            "import contextlib, os, sys, packer.cli\n"
+            "sys.argv = ['packer', '--help']\n"
             "with contextlib.redirect_stdout(open(os.devnull, 'w')), contextlib.suppress(SystemExit):\n"
-            "    packer.cli.main(['--help'])",
+            "    packer.cli.main()",
             id="packer --help",
         ),
     ],
