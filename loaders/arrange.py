@@ -86,7 +86,8 @@ def by_window(numbers: Numbers, shards: Column, window_shards: int, start: int) 
     windows = -(-len(present) // window_shards)
     window = np.zeros(present[-1] + 1 if len(present) else 0, np.int64)
     window[present] = permutation(len(present), start) * windows // max(len(present), 1)
-    return numbers[argsort(window[of_sample])]
+    gathered: Numbers = numbers[argsort(window[of_sample])]
+    return gathered
 
 
 def class_places(labels: Numbers, count: int, start: int) -> Numbers:
@@ -96,7 +97,8 @@ def class_places(labels: Numbers, count: int, start: int) -> Numbers:
     quotas = np.full(len(starts), count // max(len(starts), 1))
     quotas[permutation(len(starts), start)[: count - int(quotas.sum())]] += 1
     turns = np.arange(count) - np.repeat(np.cumsum(quotas) - quotas, quotas)
-    return np.repeat(starts, quotas) + turns % np.repeat(members, quotas)
+    places: Numbers = np.repeat(starts, quotas) + turns % np.repeat(members, quotas)
+    return places
 
 
 def weighted_places(weights: npt.NDArray[np.float64], count: int, start: int) -> Numbers:
@@ -106,10 +108,11 @@ def weighted_places(weights: npt.NDArray[np.float64], count: int, start: int) ->
     systematic sampling II", Annals of Mathematical Statistics 1949). np.cumsum adds in order, so the result
     is the same everywhere.
     """
-    ends = np.cumsum(weights)
+    ends = np.cumsum(weights / weights.max() if count else weights)
     shift = (1 + mix(start) % (2**20 - 1)) / 2**20  # strictly within (0, 1): no point meets an outer end
     points = (np.arange(count) + shift) * (ends[-1] / max(count, 1))
-    return np.searchsorted(ends, points, side="right")
+    places: Numbers = np.searchsorted(ends, points, side="right")
+    return places
 
 
 def _split(counts: Numbers, parts: int) -> Numbers:
@@ -196,7 +199,7 @@ def resolve_subset(subset: str | npt.ArrayLike, samples: int) -> Numbers:
             raise UsageError(f"subset is a mask of shape {numbers.shape}, the dataset has {samples} samples")
         return np.flatnonzero(numbers)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
-        raise UsageError(f"subset has shape {numbers.shape}, type {numbers.dtype}; give one row of sample numbers")
+        raise UsageError(f"subset is {numbers.dtype} of shape {numbers.shape}; give one row of sample numbers")
     numbers = numbers.astype(np.int64)
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < samples:
         raise UsageError(f"subset has {numbers.min()} to {numbers.max()}; samples are 0 to {samples - 1}")

@@ -37,7 +37,8 @@ _COLUMNS: dict[str, type[np.generic]] = {
 }
 # The least value that is an answer, and what a message calls it.
 _LEAST = {
-    "shards": (0, "shard"), "labels": (0, "label"), "heights": (1, "image height"), "widths": (1, "image width"),
+    "shards": (0, "shard"), "labels": (0, "label"),
+    "heights": (1, "image height"), "widths": (1, "image width"),
 }
 _SHUFFLES = {False: "sequential", True: "shuffled"}
 
@@ -109,7 +110,7 @@ class Order:
         for name, dtype in _COLUMNS.items():
             column = getattr(self, name)
             if column is not None:
-                object.__setattr__(self, name, np.array(column, dtype))
+                object.__setattr__(self, name, _as_column(name, column, dtype))
         _check_columns(self)
 
     @property
@@ -135,7 +136,7 @@ class Order:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all arrays: two orders that agree in it and in the plain options are the same order."""
+        """A hash of all arrays: orders that agree in it and in the plain options are the same order."""
         summary = hashlib.blake2b(digest_size=8)
         for name in _COLUMNS:
             column = getattr(self, name)
@@ -155,15 +156,16 @@ class Mixture:
     Without weights and `epoch_samples`, an epoch is every part's epoch exactly once.
 
     Attributes:
-        parts: the datasets. If all have `heights` and `widths`, the mixed epoch is bucketed.
+        parts: the datasets. If all have `heights` and `widths`, the mixed epoch is bucketed. Parts of
+            equal size and seed are shuffled alike, so better give each a seed of its own.
         weights: share of each part in the epoch, > 0, any scale; None: by their lengths.
         epoch_samples: samples in an epoch, over all ranks; None: the sum of the parts' lengths.
         seed: decides the turns (the parts' own seeds decide the rest).
         shuffle: False: no random turns, one part after the other.
 
     Raises:
-        UsageError: no parts, weights that are not positive numbers, a weighted part without samples or too
-            light to occur, or sizes for some parts only.
+        UsageError: no parts, weights that are not positive numbers, a weighted part without samples,
+            a part too light to occur, or sizes for some parts only.
 
     Example:
         >>> mixture = Mixture((Order(samples=100), Order(samples=50)), weights=(1, 3), epoch_samples=20)
@@ -187,18 +189,15 @@ class Mixture:
             raise UsageError("some parts of the mixture have image sizes, some have none; give all or none")
         available = sum(part.length for part in self.parts)
         if self.epoch_samples is not None and (self.epoch_samples < 1 or available == 0):
-            raise UsageError(f"epoch_samples is {self.epoch_samples}, with {available} samples to take them from")
-        if self.weights is not None:
-            self._check_weights(self.weights)
-
-    def _check_weights(self, weights: tuple[float, ...]) -> None:
+            raise UsageError(f"epoch_samples is {self.epoch_samples}, with {available} samples to draw from")
+        weights = self.weights or (1,) * len(self.parts)
         if len(weights) != len(self.parts) or not all(0 < weight < float("inf") for weight in weights):
-            raise UsageError(f"weights {weights} for {len(self.parts)} datasets; give one number > 0 for each")
+            raise UsageError(f"weights {weights} of {len(self.parts)} datasets; give a number > 0 for each")
         for number, (part, quota) in enumerate(zip(self.parts, self.quotas, strict=True)):
-            if part.length == 0 or quota == 0:
+            if (part.length or self.weights) and not (part.length and quota):
                 raise UsageError(
-                    f"dataset {number} of the mixture has weight {weights[number]} and {part.length} samples: "
-                    f"it would never occur in an epoch of {self.length}; leave it out or lengthen the epoch"
+                    f"dataset {number} of the mixture has {part.length} samples and would fill {quota} places "
+                    f"of an epoch of {self.length}; leave it out, weight it more or lengthen the epoch"
                 )
 
     @property
@@ -209,7 +208,9 @@ class Mixture:
     @property
     def length(self) -> int:
         """Samples in an epoch, over all ranks, before any tail is dropped or padded."""
-        return sum(part.length for part in self.parts) if self.epoch_samples is None else self.epoch_samples
+        if self.epoch_samples is not None:
+            return self.epoch_samples
+        return sum(part.length for part in self.parts)
 
     @cached_property
     def quotas(self) -> tuple[int, ...]:
@@ -266,7 +267,12 @@ def sequence(order: AnyOrder, epoch: int, batch_size: int) -> Numbers:
     """The whole epoch, all ranks together: (order.length,) int64, freshly made.
 
     `batch_size` matters only to buckets: each run of `batch_size` numbers is then a batch.
+
+    Raises:
+        UsageError: a negative epoch.
     """
+    if epoch < 0:
+        raise UsageError(f"epoch is {epoch}; epochs count from 0")
     numbers = _mixed(order, epoch) if isinstance(order, Mixture) else _numbers(order, epoch)
     if order.sizes is None:
         return numbers
@@ -317,15 +323,18 @@ def _pass(order: Order, turn: int) -> Numbers:
     start = stream(order.seed, turn, Purpose.SHUFFLE)
     if order.labels is not None or order.weights is not None:
         numbers = _draw(order, turn)
-    elif order.shuffle is True and order.subset is None:
+    elif order.subset is not None:
+        numbers = order.subset
+    elif order.shuffle and order.shuffle != "window":
         return permutation(count, start)
     else:
-        numbers = np.arange(count) if order.subset is None else order.subset
-    if order.shuffle is False:
-        return numbers
+        numbers = np.arange(count, dtype=np.int64)
+    if not order.shuffle:
+        return numbers.copy()
     numbers = numbers[permutation(len(numbers), start)]
     if order.shuffle == "window" and order.shards is not None:
-        numbers = by_window(numbers, order.shards, order.window_shards, stream(order.seed, turn, Purpose.SHARDS))
+        start = stream(order.seed, turn, Purpose.SHARDS)
+        return by_window(numbers, order.shards, order.window_shards, start)
     return numbers
 
 
@@ -344,6 +353,14 @@ def _draw(order: Order, turn: int) -> Numbers:
     return drawn if order.shuffle else np.sort(drawn)
 
 
+def _as_column(name: str, values: Column, dtype: type[np.generic]) -> Column:
+    """A copy of the values in our type; a view of a memory-mapped index is read once, here."""
+    found = np.asarray(values).dtype
+    if len(values) and not np.can_cast(found, dtype, "same_kind"):
+        raise UsageError(f"{name} has type {found}; it must hold {np.dtype(dtype)}")
+    return np.array(values, dtype)
+
+
 def _check_seed(seed: int) -> None:
     if not 0 <= seed < 1 << 64:
         raise UsageError(f"seed is {seed}; it must be at least 0 and below 2**64")
@@ -359,7 +376,7 @@ def _check_options(order: Order) -> None:
     if order.shuffle == "window" and order.shards is None:
         raise UsageError("shuffle='window' needs shards, the shard of each sample")
     if order.labels is not None and order.weights is not None:
-        raise UsageError("labels (class-balanced) and weights exclude each other; put the balance into the weights")
+        raise UsageError("labels (class-balanced) and weights exclude each other; weight the classes instead")
     if (order.heights is None) != (order.widths is None):
         raise UsageError("buckets need heights and widths; one of them is missing")
     for name in ("window_shards", "pool_batches"):
@@ -396,5 +413,5 @@ def _check_known(order: Order, taken: Column, least: int, what: str) -> None:
 
 
 def _check_weights(weights: Column) -> None:
-    if len(weights) and not (np.isfinite(weights).all() and weights.min() >= 0 and 0 < weights.sum() < np.inf):
+    if len(weights) and not (np.isfinite(weights).all() and weights.min() >= 0 and weights.max() > 0):
         raise UsageError("weights must be finite numbers ≥ 0, and not all 0")

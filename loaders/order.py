@@ -1,6 +1,7 @@
 """The order of an epoch: which sample goes into which batch of which rank.
 
-Everything here is a pure function of numbers and arrays: no clock, no I/O, no global state. An epoch is made in two steps, and each can be read alone:
+Everything here is a pure function of numbers and arrays: no clock, no I/O, no global state. An
+epoch is made in two steps, and each can be read alone:
 
 1. `sequence(order, epoch, batch_size)` lays out the whole epoch as one array of sample numbers,
    the same on every rank: draw (all samples, or class-balanced, or weighted), arrange (globally
@@ -52,7 +53,7 @@ _STATE_VERSION = 1
 _POSITION = ("batch_size", "epoch", "consumed")
 _STATE_WORDS = {
     "version": "version", "samples": "number of samples", "seed": "seed", "kind": "kind of order",
-    "length": "epoch length", "digest": "digest of labels, weights, shards, sizes and subset",
+    "length": "epoch length", "digest": "digest of arrays (labels, weights, sizes …) and parts",
 }
 
 
@@ -135,7 +136,9 @@ class RankBatches(Sequence[Numbers]):
     def consumed_after(self, count: int) -> int:
         """Samples of the epoch that all ranks have consumed when each has had `count` of its batches.
 
-        It includes what was consumed before the first of them, and is the same on every rank.
+        It includes what was consumed before the first of them, and is the same on every rank. When a
+        rank has had all its batches, the epoch is over for it, whatever this says: a dropped tail, or
+        under "exact" a last batch of other ranks, may remain.
         """
         if count > self._full:
             return len(self._numbers)
@@ -209,8 +212,16 @@ class Position(NamedTuple):
 
 
 def make_state(order: AnyOrder, deal: Deal, epoch: int, consumed: int) -> dict[str, int | str]:
-    """A position as a dict of plain numbers and strings, the same on every rank, fit for JSON."""
-    return {**_identity(order), "batch_size": deal.batch_size, "epoch": epoch, "consumed": consumed}
+    """A position as a dict of plain numbers and strings, the same on every rank, fit for JSON.
+
+    Args:
+        order: what is being read.
+        deal: how it is dealt; only its batch size is kept, for buckets.
+        epoch: the epoch under way.
+        consumed: what all ranks have had of it, from `RankBatches.consumed_after`. An epoch that is over
+            (also one whose dropped tail remains) is best saved as the start of the next.
+    """
+    return {**_identity(order), "batch_size": deal.batch_size, "epoch": int(epoch), "consumed": int(consumed)}
 
 
 def check_state(order: AnyOrder, deal: Deal, state: Mapping[str, Any]) -> Position:
@@ -232,13 +243,13 @@ def check_state(order: AnyOrder, deal: Deal, state: Mapping[str, Any]) -> Positi
     for name, want in _identity(order).items():
         if found[name] != want:
             raise StateError(
-                f"the state does not fit: its {_STATE_WORDS[name]} is {found[name]!r}, this loader's {want!r}; "
+                f"the state does not fit: its {_STATE_WORDS[name]} is {found[name]!r}, here it is {want!r}; "
                 "build the loader with the options that saved it, or do not load the state"
             )
     if order.sizes is not None and batch_size != deal.batch_size:
         raise StateError(
-            f"the state was saved with batch_size={batch_size}, this loader has {deal.batch_size}, and buckets "
-            f"depend on it; finish epoch {epoch} with batch_size={batch_size}"
+            f"the state was saved with batch_size={batch_size}, this loader has {deal.batch_size}, and "
+            f"buckets depend on it; finish epoch {epoch} with batch_size={batch_size}"
         )
     if epoch < 0:
         raise StateError(f"the state names epoch {epoch}; epochs count from 0")
@@ -252,6 +263,6 @@ def check_state(order: AnyOrder, deal: Deal, state: Mapping[str, Any]) -> Positi
 def _identity(order: AnyOrder) -> dict[str, int | str]:
     """What two orders must share for a position in one to mean the same in the other."""
     return {
-        "version": _STATE_VERSION, "samples": order.samples, "seed": order.seed,
-        "kind": order.kind, "length": order.length, "digest": order.digest,
+        "version": _STATE_VERSION, "samples": int(order.samples), "seed": int(order.seed),
+        "kind": order.kind, "length": int(order.length), "digest": order.digest,
     }
