@@ -78,7 +78,7 @@ class TarFormat:
         """Every field of a shard by its own headers; see `Format.walk`."""
         from packer.formats.tar_reader import group_samples, iter_members
 
-        for key, members in group_samples(iter_members(path)):
+        for key, members in group_samples(iter_members(path), path):
             for field, member in members.items():
                 yield Found(key, field, member.data_offset, member.size)
 

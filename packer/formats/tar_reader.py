@@ -218,7 +218,7 @@ class _Walk:
         if size > _MAX_EXTENSION:
             raise self._error(at, f"an extension header of {size} bytes; the limit is {_MAX_EXTENSION}")
         body = os.pread(self._fd, size, at + BLOCK)
-        if len(body) < size:
+        if len(body) < size or at + BLOCK + _padded(size) > self._end:
             raise self._error(at, f"truncated inside an extension header; the file ends at {self._end}")
         if kind == b"L":
             said.path = _cut(body)
