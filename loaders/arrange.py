@@ -199,7 +199,7 @@ def resolve_subset(subset: str | npt.ArrayLike, samples: int) -> Numbers:
             raise UsageError(f"subset is a mask of shape {numbers.shape}, the dataset has {samples} samples")
         return np.flatnonzero(numbers)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
-        raise UsageError(f"subset is {numbers.dtype} of shape {numbers.shape}; give one row of sample numbers")
+        raise UsageError(f"subset is {numbers.dtype} of shape {numbers.shape}; give a row of sample numbers")
     numbers = numbers.astype(np.int64)
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < samples:
         raise UsageError(f"subset has {numbers.min()} to {numbers.max()}; samples are 0 to {samples - 1}")

@@ -192,11 +192,11 @@ class Mixture:
             raise UsageError(f"epoch_samples is {self.epoch_samples}, with {available} samples to draw from")
         weights = self.weights or (1,) * len(self.parts)
         if len(weights) != len(self.parts) or not all(0 < weight < float("inf") for weight in weights):
-            raise UsageError(f"weights {weights} of {len(self.parts)} datasets; give a number > 0 for each")
+            raise UsageError(f"weights {weights} of {len(self.parts)} datasets; give one > 0 for each")
         for number, (part, quota) in enumerate(zip(self.parts, self.quotas, strict=True)):
             if (part.length or self.weights) and not (part.length and quota):
                 raise UsageError(
-                    f"dataset {number} of the mixture has {part.length} samples and would fill {quota} places "
+                    f"dataset {number} of a mixture has {part.length} samples and would take {quota} places "
                     f"of an epoch of {self.length}; leave it out, weight it more or lengthen the epoch"
                 )
 
