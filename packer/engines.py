@@ -95,7 +95,7 @@ _counters: tuple[Synchronized[int], Synchronized[int]] | None = None
 
 
 def _start_worker(samples: Synchronized[int], size: Synchronized[int], parent: int) -> None:
-    global _counters  # noqa: PLW0603 - the one way to hand a pool's workers what they inherit
+    global _counters
     _counters = (samples, size)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -21,7 +21,9 @@ class MissingExtraError(PackerError):
     """An optional dependency is not installed; the message names the `pip install` to run."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package}, which is not installed; run: pip install 'packer-loaders[{extra}]'")
+        super().__init__(
+            f"{purpose} needs {package}, which is not installed; run: pip install 'packer-loaders[{extra}]'"
+        )
 
 
 class SourceError(PackerError):

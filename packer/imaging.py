@@ -32,7 +32,9 @@ class ImageInfo(NamedTuple):
 # The way nearly every encoder begins: JFIF, one or two quantisation tables, the frame header.
 _PLAIN_JPEG = re.compile(
     rb"\xff\xd8\xff\xe0\x00\x10.{14}\xff\xdb(?:\x00\x84.{130}|\x00\x43.{65}(?:\xff\xdb\x00\x43.{65})?)"
-    rb"\xff[\xc0-\xc2]\x00[\x0b\x11]\x08(.)(.)(.)(.)", re.DOTALL)
+    rb"\xff[\xc0-\xc2]\x00[\x0b\x11]\x08(.)(.)(.)(.)",
+    re.DOTALL,
+)
 _FRAME_HEADERS = frozenset((0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF))
 
 

@@ -32,7 +32,7 @@ from packer.strings import Strings
 Rows = npt.NDArray[np.void]
 
 _MAGIC = b"PKNAMES1"
-_MAX_HEADER = 1 << 20   # numpy's own 10,000 characters hold some 100 fields
+_MAX_HEADER = 1 << 20  # numpy's own 10,000 characters hold some 100 fields
 
 
 def row_dtype(fields: Sequence[str], extra: Sequence[str] = ()) -> np.dtype[np.void]:
@@ -58,7 +58,7 @@ def empty_rows(samples: int, fields: Sequence[str], extra: Sequence[str] = ()) -
     return rows
 
 
-def load_rows(path: str, samples: int, fields: Sequence[str], shards: int) -> Rows:
+def load_rows(path: str, samples: int, fields: Sequence[str]) -> Rows:
     """Memory-map an index and check that it is the one the manifest speaks of.
 
     Opening costs one header, whatever the number of samples; pages are read when touched and
@@ -75,7 +75,9 @@ def load_rows(path: str, samples: int, fields: Sequence[str], shards: int) -> Ro
         if samples == 0 and os.path.exists(path):  # an empty file cannot be memory-mapped
             rows = np.load(path, allow_pickle=False, max_header_size=_MAX_HEADER)
         else:
-            raise ManifestError(f"{path} is not a readable index ({error}); run 'packer index' to rebuild it") from error
+            raise ManifestError(
+                f"{path} is not a readable index ({error}); run 'packer index' to rebuild it"
+            ) from error
     if rows.ndim != 1 or rows.dtype.names is None:
         raise ManifestError(f"{path} is not an index: it holds an array of shape {rows.shape}, type {rows.dtype}")
     missing = [name for name in row_dtype(fields).names or () if name not in rows.dtype.names]
@@ -98,8 +100,11 @@ def npy_parts(rows: Rows) -> tuple[bytes, memoryview]:
     plain = text.isascii() and len(text) < 65_000
     before = 10 if plain else 12
     text += b" " * (-(before + len(text) + 1) % 64) + b"\n"
-    head = np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little") if plain \
+    head = (
+        np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little")
+        if plain
         else np.lib.format.magic(3, 0) + len(text).to_bytes(4, "little")
+    )
     return head + text, np.ascontiguousarray(rows).view(np.uint8).data
 
 

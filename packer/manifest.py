@@ -152,8 +152,7 @@ class Manifest:
             for name, entry in value["splits"].items():
                 _check_name(name, path)
                 shards = tuple(
-                    Shard(str(s["name"]), int(s["samples"]), int(s["bytes"]), int(s["crc32c"]))
-                    for s in entry["shards"]
+                    Shard(str(s["name"]), int(s["samples"]), int(s["bytes"]), int(s["crc32c"])) for s in entry["shards"]
                 )
                 for shard in shards:
                     _check_name(shard.name, path)
@@ -180,8 +179,13 @@ class Manifest:
             raise ManifestError(f"{path} is not a complete manifest: {type(error).__name__} {error}") from error
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether a shard or split may have this name: one component, which neither climbs nor hides."""
+    return _SAFE_NAME.fullmatch(name) is not None
+
+
 def _check_name(name: str, path: str) -> None:
-    if not _SAFE_NAME.fullmatch(name):
+    if not is_plain_name(name):
         raise ManifestError(f"{path} names {name!r}, which is not a plain file name: refusing to follow it")
 
 
@@ -191,5 +195,7 @@ def _why_missing(folder: str) -> str:
         return f"{folder} is not a folder" if os.path.exists(folder) else f"{folder} does not exist"
     if os.path.isdir(os.path.join(folder, ".packer")):
         return f"{path} is missing: packing was not finished; run the same 'packer shard' command again to finish it"
-    return f"{path} is missing: not a packed dataset; 'packer index {folder}' makes it from tar shards, " \
-           f"'packer shard {folder} OUT' packs a folder of files"
+    return (
+        f"{path} is missing: not a packed dataset; 'packer index {folder}' makes it from tar shards, "
+        f"'packer shard {folder} OUT' packs a folder of files"
+    )

@@ -142,19 +142,41 @@ class Prepared:
         """Equal fingerprints give equal bytes: everything that decides the output, hashed."""
         scan, options = self.plan.scan, self.options
         settings = {
-            "packer": __version__, "format": options.format, "plan": asdict(options.plan), "check": options.check,
+            "packer": __version__,
+            "format": options.format,
+            "plan": asdict(options.plan),
+            "check": options.check,
             "encoder": None if options.encoder is None else options.encoder.fingerprint(),
-            "fields": scan.fields, "splits": scan.splits, "classes": scan.classes, "made_cls": scan.made_cls,
+            "fields": scan.fields,
+            "splits": scan.splits,
+            "classes": scan.classes,
+            "made_cls": scan.made_cls,
         }
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode("ascii"))
-        for column in (scan.paths.blob, scan.paths.ends, scan.sizes, scan.field, scan.first, scan.keys.blob,
-                       scan.keys.ends, scan.label, scan.split, self.plan.order):
-            digest.update(np.ascontiguousarray(column).view(np.uint8) if isinstance(column, np.ndarray) else column)
+        for column in (
+            scan.paths.blob,
+            scan.paths.ends,
+            scan.places.blob,
+            scan.sizes,
+            scan.field,
+            scan.first,
+            scan.keys.blob,
+            scan.keys.ends,
+            scan.label,
+            scan.split,
+            self.plan.order,
+        ):
+            digest.update(np.ascontiguousarray(column).tobytes())
         return digest.hexdigest()
 
 
-def prepare(source: Source, options: PackOptions, *, choose: Callable[[Scan], Scan] | None = None,
-            progress: ScanProgress | None = None) -> Prepared:
+def prepare(
+    source: Source,
+    options: PackOptions,
+    *,
+    choose: Callable[[Scan], Scan] | None = None,
+    progress: ScanProgress | None = None,
+) -> Prepared:
     """Scan and plan, without writing or reading a payload.
 
     Args:
@@ -175,8 +197,14 @@ def prepare(source: Source, options: PackOptions, *, choose: Callable[[Scan], Sc
     return Prepared(source, options, planned, [(printable(path), reason) for path, reason in scan.skipped])
 
 
-def pack(source: Source, out: str | os.PathLike[str], options: PackOptions = PackOptions(), *,  # noqa: B008 - frozen
-         choose: Callable[[Scan], Scan] | None = None, progress: Progress | None = None) -> PackResult:
+def pack(
+    source: Source,
+    out: str | os.PathLike[str],
+    options: PackOptions = PackOptions(),
+    *,
+    choose: Callable[[Scan], Scan] | None = None,
+    progress: Progress | None = None,
+) -> PackResult:
     """Pack a source into a folder.
 
     Args:
@@ -211,8 +239,11 @@ def pack_prepared(prepared: Prepared, out: str | os.PathLike[str], *, progress: 
         return PackResult(done, True, [], [], time.monotonic() - begin, 0, {})
     problems = [(printable(path), reason) for path, reason in prepared.scan.problems]
     if problems and prepared.options.on_error == "raise":
-        raise ProblemsError(f"{len(problems)} file(s) cannot become samples; nothing was written:", problems,
-                            "mend or remove them, or leave them out with --on-error skip")
+        raise ProblemsError(
+            f"{len(problems)} file(s) cannot become samples; nothing was written:",
+            problems,
+            "mend or remove them, or leave them out with --on-error skip",
+        )
     if not len(prepared.scan):
         raise ProblemsError("no sample is left:", problems, "check the source folder and --layout")
     with _job(out, fingerprint, prepared):
@@ -236,8 +267,10 @@ def _already_complete(out: str, fingerprint: str) -> Manifest | None:
     manifest = Manifest.load(out)
     if manifest.fingerprint == fingerprint:
         return manifest
-    raise OutputError(f"{out} already holds a dataset of {manifest.samples} samples, packed from another source or "
-                      "with other options; choose another folder, or delete it first")
+    raise OutputError(
+        f"{out} already holds a dataset of {manifest.samples} samples, packed from another source or "
+        "with other options; choose another folder, or delete it first"
+    )
 
 
 @contextlib.contextmanager
@@ -251,8 +284,9 @@ def _job(out: str, fingerprint: str, prepared: Prepared) -> Iterator[None]:
     except OSError as error:
         raise OutputError(f"{out}: {error.strerror}; choose a folder for the shards") from error
     if existing and STATE not in existing:
-        raise OutputError(f"{out} is not empty ({', '.join(sorted(existing)[:3])}…) and holds no packing job; "
-                          "choose a new folder")
+        raise OutputError(
+            f"{out} is not empty ({', '.join(sorted(existing)[:3])}…) and holds no packing job; choose a new folder"
+        )
     try:
         os.makedirs(state, exist_ok=True)
     except OSError as error:
@@ -263,8 +297,12 @@ def _job(out: str, fingerprint: str, prepared: Prepared) -> Iterator[None]:
 
 
 def _claim(path: str, out: str, fingerprint: str, prepared: Prepared) -> None:
-    job = {"fingerprint": fingerprint, "source": prepared.source.describe(), "samples": len(prepared.scan),
-           "options": _options(prepared.options)}
+    job = {
+        "fingerprint": fingerprint,
+        "source": prepared.source.describe(),
+        "samples": len(prepared.scan),
+        "options": _options(prepared.options),
+    }
     try:
         with open(path, encoding="utf-8") as f:
             found = json.load(f)
@@ -272,18 +310,25 @@ def _claim(path: str, out: str, fingerprint: str, prepared: Prepared) -> None:
         write_json(path, job)
         return
     if found.get("fingerprint") != fingerprint:
-        differences = [f"{name} was {found.get(name)!r}, is {job[name]!r}" for name in ("source", "samples", "options")
-                       if json.dumps(found.get(name)) != json.dumps(job[name])]
+        differences = [
+            f"{name} was {found.get(name)!r}, is {job[name]!r}"
+            for name in ("source", "samples", "options")
+            if json.dumps(found.get(name)) != json.dumps(job[name])
+        ]
         raise OutputError(
             f"{out} holds an unfinished job that differs from this one ("
             f"{'; '.join(differences) or 'the files in the source have changed'}); "
-            "run that command again to finish it, or delete the folder and start afresh")
+            "run that command again to finish it, or delete the folder and start afresh"
+        )
 
 
 def _options(options: PackOptions) -> dict[str, Any]:
     value = asdict(options.plan)
-    value |= {"format": options.format, "check": options.check,
-              "encoder": None if options.encoder is None else options.encoder.fingerprint()}
+    value |= {
+        "format": options.format,
+        "check": options.check,
+        "encoder": None if options.encoder is None else options.encoder.fingerprint(),
+    }
     return json.loads(json.dumps(value))  # type: ignore[no-any-return]
 
 
@@ -315,17 +360,24 @@ def _write_shards(prepared: Prepared, out: str, progress: Progress) -> tuple[dic
 def _task(prepared: Prepared, out: str, name: str, shard: PlannedShard) -> ShardTask:
     options = prepared.options
     return ShardTask(
-        out=out, state=os.path.join(out, STATE), name=name, format=options.format, source=prepared.source,
-        scan=prepared.scan.take(prepared.plan.order[shard.start : shard.stop]), skip=options.on_error == "skip",
-        check=options.check, encoder=options.encoder,
+        out=out,
+        state=os.path.join(out, STATE),
+        name=name,
+        format=options.format,
+        source=prepared.source,
+        scan=prepared.scan.take(prepared.plan.order[shard.start : shard.stop]),
+        skip=options.on_error == "skip",
+        check=options.check,
+        encoder=options.encoder,
     )
 
 
 # ---------------------------------------------------------------- the end
 
 
-def _finish(prepared: Prepared, out: str, fingerprint: str, finished: dict[str, Finished],
-            problems: list[tuple[str, str]]) -> Manifest:
+def _finish(
+    prepared: Prepared, out: str, fingerprint: str, finished: dict[str, Finished], problems: list[tuple[str, str]]
+) -> Manifest:
     scan = prepared.scan
     fields = (*scan.fields, "cls") if scan.made_cls else scan.fields
     splits = []
@@ -338,7 +390,9 @@ def _finish(prepared: Prepared, out: str, fingerprint: str, finished: dict[str, 
         rows = [done.rows(os.path.join(out, STATE)) for _, done in shards]
         for number, part in enumerate(rows):
             part["shard"] = number
-        kept = [prepared.plan.order[shard.start : shard.stop][done.kept(shard.stop - shard.start)] for shard, done in shards]
+        kept = [
+            prepared.plan.order[shard.start : shard.stop][done.kept(shard.stop - shard.start)] for shard, done in shards
+        ]
         facts = tuple(Shard(done.name, done.samples, done.bytes, done.crc32c) for _, done in shards)
         splits.append((Split(name, facts), _concatenate(rows), _names(scan.take(np.concatenate(kept)), fields)))
     skipped = [*prepared.skipped, *problems, *(skip for f in finished.values() for skip in f.skipped)]
@@ -347,8 +401,13 @@ def _finish(prepared: Prepared, out: str, fingerprint: str, finished: dict[str, 
     for _, reason in skipped:
         reasons[reason] = reasons.get(reason, 0) + 1
     return finish(
-        out, format=prepared.options.format, splits=splits, fields=fields, classes=scan.classes,
-        source={"layout": scan.layout, "rule": scan.rule, "skipped": reasons}, options=_options(prepared.options),
+        out,
+        format=prepared.options.format,
+        splits=splits,
+        fields=fields,
+        classes=scan.classes,
+        source={"layout": scan.layout, "rule": scan.rule, "skipped": reasons},
+        options=_options(prepared.options),
         fingerprint=fingerprint,
     )
 
@@ -372,4 +431,14 @@ def _names(scan: Scan, fields: tuple[str, ...]) -> Names:
     return Names(scan.keys, tuple(columns))
 
 
-__all__ = ["Encoder", "ManifestError", "PackOptions", "PackResult", "Prepared", "Progress", "pack", "pack_prepared", "prepare"]
+__all__ = [
+    "Encoder",
+    "ManifestError",
+    "PackOptions",
+    "PackResult",
+    "Prepared",
+    "Progress",
+    "pack",
+    "pack_prepared",
+    "prepare",
+]

@@ -1,9 +1,9 @@
-"""Reading a packed dataset by its index: one pread per field, no container parsed.
+r"""Reading a packed dataset by its index: one pread per field, no container parsed.
 
     >>> dataset = Packed("out/")                          # doctest: +SKIP
     >>> train = dataset["train"]                          # doctest: +SKIP
     >>> train.read(17, "jpg")[:2]                         # doctest: +SKIP
-    b'\\xff\\xd8'
+    b'\xff\xd8'
 
 pread keeps no file position, so threads and forked workers share descriptors safely; and a
 truncated file is an error here, where a memory map would kill the process with SIGBUS.
@@ -40,8 +40,7 @@ class Packed(Mapping[str, "PackedSplit"]):
         self.folder = os.fspath(folder)
         self.manifest = Manifest.load(self.folder)
         self._splits = {
-            name: PackedSplit(self.folder, split, self.manifest.fields)
-            for name, split in self.manifest.splits.items()
+            name: PackedSplit(self.folder, split, self.manifest.fields) for name, split in self.manifest.splits.items()
         }
 
     def __getitem__(self, name: str) -> PackedSplit:
@@ -89,7 +88,7 @@ class PackedSplit:
     def rows(self) -> Rows:
         """The index, memory-mapped on first use."""
         path = os.path.join(self.folder, self.split.index_file)
-        return load_rows(path, self.split.samples, self.fields, len(self.split.shards))
+        return load_rows(path, self.split.samples, self.fields)
 
     @cached_property
     def names(self) -> Names:
@@ -140,7 +139,9 @@ class PackedSplit:
         while len(data) < length:  # Linux gives at most 2 GiB at a time
             more = os.pread(self.descriptor(shard), length - len(data), offset + len(data))
             if not more:
-                raise ShardError(self.complain(i, field, f"truncated: {len(data)} of {length} bytes at offset {offset}"))
+                raise ShardError(
+                    self.complain(i, field, f"truncated: {len(data)} of {length} bytes at offset {offset}")
+                )
             data += more
         if check and crc32c(data) != int(row[f"{field}:crc32c"]):
             raise ShardError(self.complain(i, field, f"crc32c mismatch at offset {offset}"))
@@ -154,8 +155,10 @@ class PackedSplit:
     def complain(self, i: int, field: str, what: str) -> str:
         """An error text that leads back to the sample."""
         shard = self.split.shards[int(self.rows[i]["shard"])].name
-        return f"{shard}, sample {i} {printable(self.names.keys[i])!r}, field {field!r}: {what}; " \
-               f"run: packer verify {self.folder}"
+        return (
+            f"{shard}, sample {i} {printable(self.names.keys[i])!r}, field {field!r}: {what}; "
+            f"run: packer verify {self.folder}"
+        )
 
     def close(self) -> None:
         """Close the shard files. They open again when next read."""

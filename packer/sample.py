@@ -19,20 +19,54 @@ from collections.abc import Iterable, Sequence
 from urllib.parse import unquote_to_bytes
 
 IMAGE_EXTENSIONS = frozenset(
-    "jpg jpeg jpe jfif png bmp gif webp tif tiff ppm pgm pbm pnm avif heic heif".split()
+    [
+        "jpg",
+        "jpeg",
+        "jpe",
+        "jfif",
+        "png",
+        "bmp",
+        "gif",
+        "webp",
+        "tif",
+        "tiff",
+        "ppm",
+        "pgm",
+        "pbm",
+        "pnm",
+        "avif",
+        "heic",
+        "heif",
+    ]
 )
 _JPEG_ALIASES = frozenset(("jpeg", "jpe", "jfif"))
 
 #: Names that webdataset, wids and energon use inside a sample dictionary.
 RESERVED_FIELDS = frozenset(
-    "__key__ __url__ __local_path__ __bad__ __worker__ __rank__ __world_size__ __shard__ "
-    "__shardindex__ __index__ __dataset__ __sample_index__ __restore_key__ __subflavors__".split()
+    [
+        "__key__",
+        "__url__",
+        "__local_path__",
+        "__bad__",
+        "__worker__",
+        "__rank__",
+        "__world_size__",
+        "__shard__",
+        "__shardindex__",
+        "__index__",
+        "__dataset__",
+        "__sample_index__",
+        "__restore_key__",
+        "__subflavors__",
+    ]
 )
 
 # Control bytes, DEL, '%'. Non-UTF-8 bytes are found by decoding; dots by position.
 _BAD = re.compile(rb"[\x00-\x1f%\x7f]")
-_PLAIN_PATH = re.compile(rb"(?:[\x20-\x24\x26-\x2e\x30-\x5e\x60-\x7e][\x20-\x24\x26-\x2e\x30-\x7e]*/)*"
-                         rb"[\x20-\x24\x26-\x2d\x30-\x5e\x60-\x7e][\x20-\x24\x26-\x2d\x30-\x7e]*")
+_PLAIN_PATH = re.compile(
+    rb"(?:[\x20-\x24\x26-\x2e\x30-\x5e\x60-\x7e][\x20-\x24\x26-\x2e\x30-\x7e]*/)*"
+    rb"[\x20-\x24\x26-\x2d\x30-\x5e\x60-\x7e][\x20-\x24\x26-\x2d\x30-\x7e]*"
+)
 _ESCAPED = {byte: b"%%%02X" % byte for byte in range(256)}
 
 # The same test for many base names at once, joined by '/'.
@@ -47,7 +81,8 @@ def _escape_component(name: bytes, *, dots: bool) -> bytes:
         # surrogateescape marks exactly the bytes that are not UTF-8; the rest passes as it is.
         text = name.decode("utf-8", "surrogateescape")
         out = b"".join(
-            _ESCAPED[ord(c) - 0xDC00] if 0xDC80 <= ord(c) <= 0xDCFF
+            _ESCAPED[ord(c) - 0xDC00]
+            if 0xDC80 <= ord(c) <= 0xDCFF
             else _BAD.sub(lambda m: _ESCAPED[m[0][0]], c.encode("utf-8"))
             for c in text
         )
@@ -138,24 +173,31 @@ def unique_keys(folder: bytes, names: Sequence[bytes]) -> list[bytes]:
 def bad_fields(fields: Iterable[str]) -> list[str]:
     """Those field names that a reader would misunderstand: reserved, empty, or with bytes that break a name."""
     return [
-        field for field in fields
-        if field in RESERVED_FIELDS or not field or not field.isprintable() or "/" in field
-        or any(not part for part in field.split(".")) or (field.startswith("__") and field.endswith("__"))
+        field
+        for field in fields
+        if field in RESERVED_FIELDS
+        or not field
+        or not field.isprintable()
+        or "/" in field
+        or any(not part for part in field.split("."))
+        or (field.startswith("__") and field.endswith("__"))
     ]
 
 
 def printable(path: bytes | str) -> str:
-    """A path as one line of safe text: undecodable bytes, controls and direction marks as escapes.
+    r"""A path as one line of safe text: undecodable bytes, controls and direction marks as escapes.
 
-    >>> printable(b"new\\nline\\xe9.jpg")
-    'new\\\\nline\\\\xe9.jpg'
+    >>> printable(b"new\nline\xe9.jpg")
+    'new\\nline\\xe9.jpg'
     """
     text = path.decode("utf-8", "surrogateescape") if isinstance(path, bytes) else path
     if text.isprintable():
         return text
     return "".join(
-        c if c.isprintable()
-        else f"\\x{ord(c) - 0xDC00:02x}" if 0xDC80 <= ord(c) <= 0xDCFF
+        c
+        if c.isprintable()
+        else f"\\x{ord(c) - 0xDC00:02x}"
+        if 0xDC80 <= ord(c) <= 0xDCFF
         else c.encode("unicode_escape").decode("ascii")
         for c in text
     )

@@ -123,7 +123,7 @@ class Finished:
         return rows
 
     def kept(self, planned: int) -> npt.NDArray[np.bool_]:
-        """bool (planned,): which of the planned samples are in the shard."""
+        """Bool (planned,): which of the planned samples are in the shard."""
         kept = np.ones(planned, bool)
         kept[list(self.dropped)] = False
         return kept
@@ -150,8 +150,9 @@ def write_shard(task: ShardTask, report: Report) -> Finished:
         raise
     finally:
         run.reader.close()
-    finished = Finished(task.name, run.count, written.bytes, written.crc32c, tuple(run.skipped), tuple(run.dropped),
-                        run.encoded)
+    finished = Finished(
+        task.name, run.count, written.bytes, written.crc32c, tuple(run.skipped), tuple(run.dropped), run.encoded
+    )
     finished.save(task.state, run.rows[: run.count])
     os.rename(final + PARTIAL, final)
     fsync_folder(task.out)
@@ -191,15 +192,17 @@ class _Run:
         """Write samples begin…end−1 of the plan; returns how many payload bytes were read."""
         scan = self.task.scan
         files = slice(int(scan.first[begin]), int(scan.first[end]))
-        paths = list(scan.paths.take(np.arange(files.start, files.stop)))
-        payloads = None if self.task.encoder is None else self._encode(paths, scan.sizes[files], scan.field[files])
+        numbers = np.arange(files.start, files.stop)
+        places_at = list(scan.places.take(numbers))
+        paths = places_at if scan.locators is None else list(scan.paths.take(numbers))
+        payloads = None if self.task.encoder is None else self._encode(paths, places_at, files)
         sizes = scan.sizes[files] if payloads is None else np.array([len(p) for p in payloads], np.int64)
         layout = _Layout(scan, begin, end, files, sizes)
         buffer, places = self.writer.layout(layout.batch)
         if payloads is not None:
             for place, payload in zip(layout.of_files(places), payloads, strict=True):
                 buffer[place : place + len(payload)] = payload
-        crcs, infos, bad = self._fill(buffer, layout, paths, places, read=payloads is None)
+        crcs, infos, bad = self._fill(buffer, layout, paths, places_at if payloads is None else None, places)
         self._put_labels(buffer, layout, places, crcs, begin)
         keep = np.ones(end - begin, bool)
         keep[list(bad)] = False
@@ -209,20 +212,28 @@ class _Run:
         self._note(layout, keep, offsets, crcs, infos, begin)
         return int(scan.sizes[files].sum())
 
-    def _fill(self, buffer: memoryview, layout: _Layout, paths: Sequence[bytes], places: Sequence[int], *,
-              read: bool) -> tuple[list[int], dict[int, ImageInfo], dict[int, tuple[str, str]]]:
-        """Read (unless encoded), checksum and probe every file of the batch in its place."""
+    def _fill(
+        self,
+        buffer: memoryview,
+        layout: _Layout,
+        paths: Sequence[bytes],
+        source: Sequence[bytes] | None,
+        places: Sequence[int],
+    ) -> tuple[list[int], dict[int, ImageInfo], dict[int, tuple[str, str]]]:
+        """Read (from `source`, unless encoded before), checksum and probe every file of the batch in its place."""
         crcs = [0] * len(places)
         infos: dict[int, ImageInfo] = {}
         bad: dict[int, tuple[str, str]] = {}
         read_into, images = self.reader.read_into, self._images
         look = {"header": probe, "decode": decode_check, "none": _no_check}[self.task.check]
-        for path, size, field_, sample, at in zip(paths, layout.file_sizes, layout.file_fields, layout.file_samples,
-                                                  layout.file_places, strict=True):
+        files = zip(
+            source or paths, layout.file_sizes, layout.file_fields, layout.file_samples, layout.file_places, strict=True
+        )
+        for i, (where, size, field_, sample, at) in enumerate(files):
             place = places[at]
             view = buffer[place : place + size]
-            if read and (got := read_into(path, view)) != size:
-                raise _changed(path, size, got)
+            if source is not None and (got := read_into(where, view)) != size:
+                raise _changed(paths[i], size, got)
             crcs[at] = crc32c(view)
             if images[field_]:
                 try:
@@ -230,15 +241,16 @@ class _Run:
                     if sample not in infos:
                         infos[sample] = info
                 except BadImageError as error:
-                    bad.setdefault(sample, (printable(path), str(error)))
+                    bad.setdefault(sample, (printable(paths[i]), str(error)))
         return crcs, infos, bad
 
-    def _encode(self, paths: Sequence[bytes], sizes: Int64s, fields: npt.NDArray[np.int16]) -> list[bytes | memoryview]:
+    def _encode(self, paths: Sequence[bytes], source: Sequence[bytes], files: slice) -> list[bytes | memoryview]:
         encoder = self.task.encoder
+        sizes, fields = self.task.scan.sizes[files], self.task.scan.field[files]
         payloads: list[bytes | memoryview] = []
-        for path, size, number in zip(paths, sizes.tolist(), fields.tolist(), strict=True):
+        for path, place, size, number in zip(paths, source, sizes.tolist(), fields.tolist(), strict=True):
             data = memoryview(bytearray(size))
-            if (got := self.reader.read_into(path, data)) != size:
+            if (got := self.reader.read_into(place, data)) != size:
                 raise _changed(path, size, got)
             new = None
             if encoder is not None:
@@ -252,7 +264,9 @@ class _Run:
             payloads.append(data if new is None else new)
         return payloads
 
-    def _put_labels(self, buffer: memoryview, layout: _Layout, places: Sequence[int], crcs: list[int], begin: int) -> None:
+    def _put_labels(
+        self, buffer: memoryview, layout: _Layout, places: Sequence[int], crcs: list[int], begin: int
+    ) -> None:
         for sample, at in layout.label_places:
             text, crc = self._cls[int(self.task.scan.label[begin + sample])]
             buffer[places[at] : places[at] + len(text)] = text
@@ -261,14 +275,23 @@ class _Run:
     def _leave_out(self, sample: int, path: str, reason: str) -> None:
         if not self.task.skip:
             raise ProblemsError(
-                f"{self.task.name}, sample {printable(self.task.scan.keys[sample])!r}: not packed:", [(path, reason)],
+                f"{self.task.name}, sample {printable(self.task.scan.keys[sample])!r}: not packed:",
+                [(path, reason)],
                 "mend or remove the file, or run again with --on-error skip to leave such files out and count them; "
-                "finished shards are kept")
+                "finished shards are kept",
+            )
         self.skipped.append((path, reason))
         self.dropped.append(sample)
 
-    def _note(self, layout: _Layout, keep: npt.NDArray[np.bool_], offsets: Int64s, crcs: list[int],
-              infos: dict[int, ImageInfo], begin: int) -> None:
+    def _note(
+        self,
+        layout: _Layout,
+        keep: npt.NDArray[np.bool_],
+        offsets: Int64s,
+        crcs: list[int],
+        infos: dict[int, ImageInfo],
+        begin: int,
+    ) -> None:
         """Index rows for the samples that were kept."""
         count = int(keep.sum())
         rows = self.rows[self.count : self.count + count]
@@ -329,8 +352,9 @@ def _digits(labels: Int64s) -> Int64s:
 
 def _changed(path: bytes, size: int, got: int) -> SourceChangedError:
     what = f"grew beyond {size} bytes" if got > size else f"has {got} bytes, had {size}"
-    return SourceChangedError(f"{printable(path)} {what} since the folder was scanned; let it come to rest, then run "
-                              "the same command again")
+    return SourceChangedError(
+        f"{printable(path)} {what} since the folder was scanned; let it come to rest, then run the same command again"
+    )
 
 
 def _no_check(data: memoryview) -> ImageInfo:

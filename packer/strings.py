@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,7 @@ class Strings:
 
     def __iter__(self) -> Iterator[bytes]:
         blob, ends = self.blob, self.ends.tolist()
-        return (bytes(blob[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True))
+        return (bytes(blob[a:b]) for a, b in pairwise(ends))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_restore, (bytes(self.blob), self.ends))

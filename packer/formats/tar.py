@@ -46,8 +46,10 @@ def _template(kind: bytes) -> npt.NDArray[np.uint8]:
 
 _FILE, _PAX = _template(b"0"), _template(b"x")
 # The checksum is taken with its own eight bytes as spaces.
-_SUM = {kind: int(t.astype(np.int64).sum() - t[148:156].astype(np.int64).sum() + 8 * 32 - t[_SIZE].astype(np.int64).sum())
-        for kind, t in (("0", _FILE), ("x", _PAX))}
+_SUM = {
+    kind: int(t.astype(np.int64).sum() - t[148:156].astype(np.int64).sum() + 8 * 32 - t[_SIZE].astype(np.int64).sum())
+    for kind, t in (("0", _FILE), ("x", _PAX))
+}
 _OCTAL_11 = 8 ** np.arange(10, -1, -1, dtype=np.int64)
 _OCTAL_6 = 8 ** np.arange(5, -1, -1, dtype=np.int64)
 
@@ -137,7 +139,9 @@ class TarWriter:
     def layout(self, batch: Batch) -> tuple[memoryview, list[int]]:
         """Make the headers of a batch; see `ShardWriter.layout`."""
         counts = np.diff(batch.first).tolist()
-        files = zip(batch.fields, (key for key, n in zip(batch.keys, counts, strict=True) for _ in range(n)), strict=True)
+        files = zip(
+            batch.fields, (key for key, n in zip(batch.keys, counts, strict=True) for _ in range(n)), strict=True
+        )
         names = [key + b"." + field.encode("utf-8", "surrogateescape") for field, key in files]
         lengths = np.fromiter(map(len, names), np.int64, len(names))
         if len(batch.sizes) and int(batch.sizes.max()) > MAX_FIELD_BYTES:
@@ -158,12 +162,22 @@ class TarWriter:
         self._sample_blocks = np.concatenate([[0], ends])[batch.first]
         return self._blocks.reshape(-1).data, self._payload.tolist()
 
-    def _put_headers(self, at: Int64s, names: list[bytes], lengths: Int64s, sizes: Int64s,
-                     template: npt.NDArray[np.uint8], fixed_sum: int) -> None:
+    def _put_headers(
+        self,
+        at: Int64s,
+        names: list[bytes],
+        lengths: Int64s,
+        sizes: Int64s,
+        template: npt.NDArray[np.uint8],
+        fixed_sum: int,
+    ) -> None:
         field = np.zeros((len(names), NAME_BYTES), np.uint8)
         short = np.minimum(lengths, NAME_BYTES)
-        joined = b"".join(names) if len(lengths) == 0 or lengths.max() <= NAME_BYTES else b"".join(
-            name[:NAME_BYTES] for name in names)
+        joined = (
+            b"".join(names)
+            if len(lengths) == 0 or lengths.max() <= NAME_BYTES
+            else b"".join(name[:NAME_BYTES] for name in names)
+        )
         field[np.arange(NAME_BYTES) < short[:, None]] = np.frombuffer(joined, np.uint8)
         size = _digits(sizes, _OCTAL_11)
         sums = fixed_sum + field.sum(axis=1, dtype=np.int64) + size.sum(axis=1, dtype=np.int64)
@@ -178,7 +192,9 @@ class TarWriter:
         record = _pax_record(name)
         self._put_headers(np.array([at]), [b"././@PaxHeader"], np.array([14]), np.array([len(record)]), _PAX, _SUM["x"])
         blocks = -(-len(record) // BLOCK)
-        self._blocks[at + 1 : at + 1 + blocks] = np.frombuffer(record.ljust(blocks * BLOCK, b"\0"), np.uint8).reshape(-1, BLOCK)
+        self._blocks[at + 1 : at + 1 + blocks] = np.frombuffer(record.ljust(blocks * BLOCK, b"\0"), np.uint8).reshape(
+            -1, BLOCK
+        )
 
     def commit(self, keep: Mask | None = None) -> Int64s:
         """Write the batch out; see `ShardWriter.commit`."""

@@ -6,12 +6,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from packer.strings import Int64s, Strings
+
+Number = TypeVar("Number", bound=np.generic)
 
 #: Called with the number of files found so far.
 ScanProgress = Callable[[int], None]
@@ -38,6 +40,7 @@ class Scan:
         layout, rule: what was recognised, and why, for the reader.
         skipped: `(path, reason)` of what is no sample by rule.
         problems: `(path, reason)` of what should be a sample and cannot.
+        locators: per file, what the reader is given in place of the path, where that is not the place.
         unit: int64 per sample: equal numbers stay in one shard, in this order; None where each sample is free.
     """
 
@@ -56,6 +59,7 @@ class Scan:
     rule: str
     skipped: Sequence[tuple[bytes, str]] = ()
     problems: Sequence[tuple[bytes, str]] = ()
+    locators: Strings | None = None
     unit: Int64s | None = None
 
     def __len__(self) -> int:
@@ -75,17 +79,31 @@ class Scan:
         files = np.repeat(self.first[order] - first[:-1], counts) + np.arange(first[-1])
         return replace(
             self,
-            paths=self.paths.take(files), sizes=self.sizes[files], field=self.field[files], first=first,
-            keys=self.keys.take(order), label=self.label[order], split=self.split[order],
+            paths=self.paths.take(files),
+            sizes=self.sizes[files],
+            field=self.field[files],
+            first=first,
+            keys=self.keys.take(order),
+            label=self.label[order],
+            split=self.split[order],
+            locators=None if self.locators is None else self.locators.take(files),
             unit=None if self.unit is None else self.unit[order],
         )
+
+    @property
+    def places(self) -> Strings:
+        """Per file, what to give to the source's reader."""
+        return self.paths if self.locators is None else self.locators
 
 
 class Reader(Protocol):
     """Reads the files of one source. One per worker; not shared between threads."""
 
-    def read_into(self, path: bytes, view: memoryview) -> int:
-        """Fill the view from its start; return how many bytes the file has, or more than `len(view)` if longer.
+    def read_into(self, place: bytes, view: memoryview) -> int:
+        """Fill the view with the file at this place (`Scan.places`).
+
+        Returns:
+            How many bytes the file has; more than `len(view)` says no more than that it is longer.
 
         Raises:
             SourceChangedError: the file is gone, or no longer a regular file.
@@ -152,8 +170,15 @@ class ScanBuilder:
         """The position of a field, new if need be."""
         return self.fields.setdefault(name, len(self.fields))
 
-    def add_singles(self, keys: list[bytes], paths: list[bytes], sizes: Iterable[int], fields: Iterable[int],
-                    labels: Iterable[int], split: str) -> None:
+    def add_singles(
+        self,
+        keys: list[bytes],
+        paths: list[bytes],
+        sizes: Iterable[int],
+        fields: Iterable[int],
+        labels: Iterable[int],
+        split: str,
+    ) -> None:
         """Append samples of one file each, all of one split."""
         number = self.splits.setdefault(split, len(self.splits))
         self._keys.extend(keys)
@@ -183,13 +208,23 @@ class ScanBuilder:
         first = np.zeros(len(self._counts) + 1, np.int64)
         np.cumsum(_column(self._counts, np.int64), out=first[1:])
         return Scan(
-            fields=names, paths=self._paths.build(), sizes=_column(self._sizes, np.int64),
-            field=rank[_column(self._field, np.int16)], first=first, keys=self._keys.build(),
-            label=_column(self._label, np.int64), split=_column(self._split, np.int16),
-            splits=tuple(self.splits), classes=classes, made_cls=made_cls, layout=layout, rule=rule,
-            skipped=self.skipped, problems=self.problems,
+            fields=names,
+            paths=self._paths.build(),
+            sizes=_column(self._sizes, np.int64),
+            field=rank[_column(self._field, np.int16)],
+            first=first,
+            keys=self._keys.build(),
+            label=_column(self._label, np.int64),
+            split=_column(self._split, np.int16),
+            splits=tuple(self.splits),
+            classes=classes,
+            made_cls=made_cls,
+            layout=layout,
+            rule=rule,
+            skipped=self.skipped,
+            problems=self.problems,
         )
 
 
-def _column(values: array[int], dtype: type) -> npt.NDArray[np.generic]:
+def _column(values: array[int], dtype: type[Number]) -> npt.NDArray[Number]:
     return np.array(values, dtype) if values else np.zeros(0, dtype)

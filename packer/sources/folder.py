@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from packer.errors import SourceChangedError, SourceError, UsageError
 from packer.sample import (
@@ -26,10 +26,21 @@ LAYOUTS = ("imagefolder", "splits", "sidecars", "parallel", "flat")
 SPLIT_FOLDERS = ("train", "val", "valid", "validation", "dev", "test")
 IMAGE_FOLDERS = frozenset((b"images", b"image", b"imgs", b"img", b"JPEGImages"))
 COMPANION_FOLDERS = {
-    b"labels": "label", b"label": "label", b"masks": "mask", b"mask": "mask", b"annotations": "annotation",
-    b"annotation": "annotation", b"Annotations": "annotation", b"segmentations": "segmentation",
-    b"SegmentationClass": "segmentation", b"SegmentationObject": "object", b"captions": "caption",
-    b"texts": "text", b"depth": "depth", b"boxes": "box", b"targets": "target",
+    b"labels": "label",
+    b"label": "label",
+    b"masks": "mask",
+    b"mask": "mask",
+    b"annotations": "annotation",
+    b"annotation": "annotation",
+    b"Annotations": "annotation",
+    b"segmentations": "segmentation",
+    b"SegmentationClass": "segmentation",
+    b"SegmentationObject": "object",
+    b"captions": "caption",
+    b"texts": "text",
+    b"depth": "depth",
+    b"boxes": "box",
+    b"targets": "target",
 }
 DEFAULT_SPLIT = "train"
 _NO_IMAGE = "not an image by its extension"
@@ -51,7 +62,7 @@ class FolderOptions:
     layout: str | None = None
     labels: str | None = None
     classes: str | None = None
-    filter: Filter = Filter()
+    filter: Filter = field(default_factory=Filter)
     follow_symlinks: bool = False
 
     def __post_init__(self) -> None:
@@ -88,10 +99,14 @@ class FolderSource:
             SourceError: the folder is missing, holds no picture, or has no layout that is known.
         """
         options = self.options
-        listing = list_folder(self.root, follow_symlinks=options.follow_symlinks, filter=options.filter,
-                              progress=progress)
-        layout, rule = (options.layout, "asked for by --layout") if options.layout else recognise(
-            listing, labels=options.labels is not None)
+        listing = list_folder(
+            self.root, follow_symlinks=options.follow_symlinks, filter=options.filter, progress=progress
+        )
+        layout, rule = (
+            (options.layout, "asked for by --layout")
+            if options.layout
+            else recognise(listing, labels=options.labels is not None)
+        )
         scan = _Scanner(self, listing, layout, rule).scan()
         if len(scan) == 0 and not scan.problems:
             raise SourceError(_nothing_found(self.root, scan))
@@ -101,7 +116,8 @@ class FolderSource:
 def _nothing_found(root: str, scan: Scan) -> str:
     reasons = "; ".join(f"{count} × {reason}" for reason, count in scan.skipped_by_reason.most_common(4))
     return f"{root} holds no sample (layout {scan.layout}: {scan.rule}). " + (
-        f"Left out: {reasons}" if reasons else "The folder is empty")
+        f"Left out: {reasons}" if reasons else "The folder is empty"
+    )
 
 
 # ---------------------------------------------------------------- recognising a layout
@@ -172,8 +188,11 @@ class _Scanner:
         fixed = read_classes(self.options.classes) if self.options.classes else None
         inner = self.layout
         if self.layout == "splits":
-            inner, why = ("flat", "--labels was given") if self.labels else _inner_layout(
-                [(path, f) for _, group in groups for path, f in group])
+            inner, why = (
+                ("flat", "--labels was given")
+                if self.labels
+                else _inner_layout([(path, f) for _, group in groups for path, f in group])
+            )
             self.rule += f"; in them, {inner}: {why}"
         classes = self._classes(groups, inner, fixed)
         for split, group in groups:
@@ -211,11 +230,14 @@ class _Scanner:
         prefix = folder.path + b"/" if folder.path else b""
         self.out.skipped += [(prefix + name, reason) for name in folder.names]
 
-    def _classes(self, groups: Sequence[tuple[str, Sequence[tuple[bytes, Folder]]]], inner: str,
-                 fixed: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    def _classes(
+        self, groups: Sequence[tuple[str, Sequence[tuple[bytes, Folder]]]], inner: str, fixed: tuple[str, ...] | None
+    ) -> tuple[str, ...] | None:
         """Class names in torchvision's order: sorted as text, empty class folders included."""
         if inner == "sidecars":
-            has_cls = any(split_extension(name)[1] == "cls" for _, group in groups for _, f in group for name in f.names)
+            has_cls = any(
+                split_extension(name)[1] == "cls" for _, group in groups for _, f in group for name in f.names
+            )
             if has_cls or any(folder.sizes for _, group in groups for path, folder in group if not path):
                 return fixed
         elif inner != "imagefolder":
@@ -224,8 +246,10 @@ class _Scanner:
         if fixed is None:
             return tuple(found)
         if unknown := [name for name in found if name not in set(fixed)]:
-            raise SourceError(f"{self.options.classes} lacks {len(unknown)} of the class folders: "
-                              f"{', '.join(map(printable, unknown[:5]))}; add them or leave their folders out")
+            raise SourceError(
+                f"{self.options.classes} lacks {len(unknown)} of the class folders: "
+                f"{', '.join(map(printable, unknown[:5]))}; add them or leave their folders out"
+            )
         return fixed
 
     def _picture(self, extension: bytes) -> int:
@@ -260,8 +284,14 @@ class _Scanner:
         prefix = folder.path + b"/" if folder.path else b""
         names, sizes, fields = self._pictures(folder)
         if names:
-            self.out.add_singles(unique_keys(folder.path, names), [prefix + name for name in names], sizes, fields,
-                                 [label(prefix + name) for name in names], split)
+            self.out.add_singles(
+                unique_keys(folder.path, names),
+                [prefix + name for name in names],
+                sizes,
+                fields,
+                [label(prefix + name) for name in names],
+                split,
+            )
 
     def _imagefolder(self, split: str, group: Sequence[tuple[bytes, Folder]], numbers: dict[str, int]) -> bool:
         for path, folder in group:
@@ -332,8 +362,10 @@ class _Scanner:
 
     def _check_fields(self) -> None:
         if bad := bad_fields(self.out.fields):
-            raise SourceError(f"these extensions cannot become fields that every reader understands: "
-                              f"{', '.join(map(repr, bad[:5]))}; rename the files or leave them out with --exclude")
+            raise SourceError(
+                f"these extensions cannot become fields that every reader understands: "
+                f"{', '.join(map(repr, bad[:5]))}; rename the files or leave them out with --exclude"
+            )
 
 
 def _incomplete(files: Sequence[tuple[bytes, int, str]], has_cls: bool) -> str | None:
@@ -389,8 +421,10 @@ class _ParallelFiles:
                 for name in folder.names:
                     trees.setdefault(split_extension(name)[1], set()).add(top)
             else:
-                out.skipped += [((folder.path + b"/" if folder.path else b"") + name, "outside the parallel trees")
-                                for name in folder.names]
+                out.skipped += [
+                    ((folder.path + b"/" if folder.path else b"") + name, "outside the parallel trees")
+                    for name in folder.names
+                ]
         for top, inside, folder in companions:
             for name, size in zip(folder.names, folder.sizes, strict=True):
                 stem, extension = split_extension(name)
@@ -404,8 +438,11 @@ class _ParallelFiles:
         return sorted(self._files.pop(place, []), key=lambda file: file[2])
 
     def report_unclaimed(self) -> None:
-        self._out.skipped += [(path, "no picture of the same name in the image tree")
-                              for files in self._files.values() for path, _, _ in files]
+        self._out.skipped += [
+            (path, "no picture of the same name in the image tree")
+            for files in self._files.values()
+            for path, _, _ in files
+        ]
 
 
 # ---------------------------------------------------------------- reading
@@ -420,13 +457,15 @@ class FolderReader:
         self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_symlinks else os.O_NOFOLLOW)
         self._spare = memoryview(bytearray(1))  # one byte more than expected shows that a file grew
 
-    def read_into(self, path: bytes, view: memoryview) -> int:
+    def read_into(self, place: bytes, view: memoryview) -> int:
         """Read a whole file; see `packer.sources.base.Reader`."""
         try:
-            fd = os.open(path, self._flags, dir_fd=self._root)
+            fd = os.open(place, self._flags, dir_fd=self._root)
         except OSError as error:
-            raise SourceChangedError(f"{printable(path)}: {error.strerror} (it was there when the folder was scanned); "
-                                     "put it back, or pack into a new folder") from error
+            raise SourceChangedError(
+                f"{printable(place)}: {error.strerror} (it was there when the folder was scanned); "
+                "put it back, or pack into a new folder"
+            ) from error
         try:
             got = os.readv(fd, (view, self._spare))
             while 0 < got < len(view):
@@ -436,7 +475,7 @@ class FolderReader:
                 got += more
             return got
         except OSError as error:
-            raise SourceChangedError(f"{printable(path)}: {error.strerror} while reading") from error
+            raise SourceChangedError(f"{printable(place)}: {error.strerror} while reading") from error
         finally:
             os.close(fd)
 
@@ -446,8 +485,3 @@ class FolderReader:
             with contextlib.suppress(OSError):
                 os.close(self._root)
             self._root = -1
-
-
-def walk_classes(root: str) -> Iterator[str]:
-    """Class folders as torchvision's `ImageFolder` finds them (sorted as text)."""
-    yield from sorted(entry.name for entry in os.scandir(root) if entry.is_dir())

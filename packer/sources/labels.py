@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from packer.errors import SourceError, UsageError
 from packer.sample import printable, split_extension
 
-_NAME_HEADERS = frozenset("path file filename file_name filepath image image_id id name stem img".split())
-_LABEL_HEADERS = frozenset("label class target category y class_name label_name class_id".split())
+_NAME_HEADERS = frozenset(
+    ["path", "file", "filename", "file_name", "filepath", "image", "image_id", "id", "name", "stem", "img"]
+)
+_LABEL_HEADERS = frozenset(["label", "class", "target", "category", "y", "class_name", "label_name", "class_id"])
 
 
 def read_classes(path: str) -> tuple[str, ...]:
@@ -66,11 +68,14 @@ class Labels:
         text: dict[bytes, str] = {}
         for line, row in enumerate(rows[start:], start + 1):
             if len(row) <= max(name_at, label_at):
-                raise UsageError(f"--labels {path}, row {line}: {len(row)} column(s) {row!r}; a name and a label are needed")
+                raise UsageError(
+                    f"--labels {path}, row {line}: {len(row)} column(s) {row!r}; a name and a label are needed"
+                )
             name, label = os.fsencode(row[name_at].strip()), row[label_at].strip()
             if text.setdefault(name, label) != label:
-                raise UsageError(f"--labels {path}, row {line}: {printable(name)!r} has two labels, "
-                                 f"{text[name]!r} and {label!r}")
+                raise UsageError(
+                    f"--labels {path}, row {line}: {printable(name)!r} has two labels, {text[name]!r} and {label!r}"
+                )
         integers = bool(text) and all(_is_integer(label) for label in text.values())
         labels = Labels(path, text, integers)
         if not integers:
@@ -111,8 +116,10 @@ class Labels:
 
     def unused(self) -> list[tuple[bytes, str]]:
         """Rows that no picture asked for."""
-        return [(name, f"row in {os.path.basename(self.path)} without a picture")
-                for name in sorted(self.text.keys() - self._seen)]
+        return [
+            (name, f"row in {os.path.basename(self.path)} without a picture")
+            for name in sorted(self.text.keys() - self._seen)
+        ]
 
 
 def _columns(header: Sequence[str]) -> tuple[int, int, int]:

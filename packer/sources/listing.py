@@ -14,8 +14,9 @@ from packer.errors import SourceError
 from packer.sample import printable
 
 #: Folders that tools leave behind; their files are no samples and they are no classes.
-JUNK_FOLDERS = frozenset((b"__MACOSX", b"@eaDir", b"$RECYCLE.BIN", b"System Volume Information", b"lost+found",
-                          b"__pycache__"))
+JUNK_FOLDERS = frozenset(
+    (b"__MACOSX", b"@eaDir", b"$RECYCLE.BIN", b"System Volume Information", b"lost+found", b"__pycache__")
+)
 _JUNK_FILES = frozenset((b"Thumbs.db", b"desktop.ini", b"Desktop.ini", b"ehthumbs.db"))
 _JUNK_SUFFIXES = (b"~", b".part", b".tmp", b".partial", b".crdownload", b".swp", b".bak")
 
@@ -79,12 +80,19 @@ class Filter:
 def _any_of(patterns: Sequence[str]) -> re.Pattern[bytes] | None:
     if not patterns:
         return None
-    return re.compile(b"|".join(re.compile(fnmatch.translate(p)).pattern.encode("utf-8", "surrogateescape")
-                                for p in patterns), re.DOTALL)
+    return re.compile(
+        b"|".join(re.compile(fnmatch.translate(p)).pattern.encode("utf-8", "surrogateescape") for p in patterns),
+        re.DOTALL,
+    )
 
 
-def list_folder(root: str, *, follow_symlinks: bool = False, filter: Filter = Filter(),  # noqa: A002, B008 - a frozen default named as the option is
-                progress: Callable[[int], None] | None = None) -> Listing:
+def list_folder(
+    root: str,
+    *,
+    follow_symlinks: bool = False,
+    filter: Filter = Filter(),  # noqa: A002 - a frozen default named as the option is
+    progress: Callable[[int], None] | None = None,
+) -> Listing:
     """List a tree: every regular file with its size.
 
     Args:
@@ -154,8 +162,9 @@ def _walk(root: bytes, listing: Listing, follow: bool) -> Iterator[tuple[bytes, 
         pending += [(prefix + name, here) for name in reversed(folders)]
 
 
-def _sort_entries(entries: Iterator[os.DirEntry[bytes]], prefix: bytes, listing: Listing,
-                  follow: bool) -> tuple[list[tuple[bytes, int]], list[bytes]]:
+def _sort_entries(
+    entries: Iterator[os.DirEntry[bytes]], prefix: bytes, listing: Listing, follow: bool
+) -> tuple[list[tuple[bytes, int]], list[bytes]]:
     files: list[tuple[bytes, int]] = []
     folders: list[bytes] = []
     for entry in entries:
@@ -176,7 +185,9 @@ def _sort_entries(entries: Iterator[os.DirEntry[bytes]], prefix: bytes, listing:
                     listing.skipped.append((prefix + name, "not a regular file (pipe, socket or device)"))
         except OSError as error:
             broken = entry.is_symlink()
-            listing.problems.append((prefix + name, f"{'broken link' if broken else 'cannot be read'}: {error.strerror}"))
+            listing.problems.append(
+                (prefix + name, f"{'broken link' if broken else 'cannot be read'}: {error.strerror}")
+            )
     files.sort()
     folders.sort()
     return files, folders

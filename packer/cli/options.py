@@ -1,0 +1,129 @@
+"""Options and argument types that several commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    _Type = click.ParamType[Any]  # generic in newer stubs only
+else:
+    _Type = click.ParamType
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+class Bytes(_Type):
+    """A size such as `512MB` (10⁶) or `512MiB` (2²⁰)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes as an int."""
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(value)
+        if not match or match[2].lower() not in _UNITS:
+            self.fail(f"{value!r} is no size; write for example 512MB or 1GiB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+class Fold(_Type):
+    """`k/n`: the k-th of n parts, counted from 1."""
+
+    name = "k/n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """(k, n)."""
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"(\d+)/(\d+)", value)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
+            self.fail(f"{value!r} is no fold; write for example 1/5, the first of five parts", param, ctx)
+        return int(match[1]), int(match[2])
+
+
+class SplitFractions(_Type):
+    """`0.9,0.1`, `0.8,0.1,0.1` or `train=0.8,mine=0.2`."""
+
+    name = "fractions"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[str, float], ...]:
+        """((name, fraction), …)."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        try:
+            if all("=" in part for part in parts):
+                return tuple((name, float(number)) for name, number in (part.split("=", 1) for part in parts))
+            names = {2: ("train", "val"), 3: ("train", "val", "test")}[len(parts)]
+            return tuple((name, float(part)) for name, part in zip(names, parts, strict=True))
+        except (ValueError, KeyError):
+            self.fail(
+                f"{value!r}: write 0.9,0.1 (train, val), 0.8,0.1,0.1 (train, val, test) or name=fraction pairs",
+                param,
+                ctx,
+            )
+
+
+def quiet(function: F) -> F:
+    """`--quiet`: no progress, no summary."""
+    return click.option("--quiet", "-q", is_flag=True, help="No progress and no summary; errors and results only.")(
+        function
+    )
+
+
+def as_json(function: F) -> F:
+    """`--json`: the result for programs, on standard output."""
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")(
+        function
+    )
+
+
+def workers(function: F) -> F:
+    """`--workers N`."""
+    return click.option(
+        "--workers",
+        "-j",
+        type=click.IntRange(1),
+        default=None,
+        metavar="N",
+        help="Worker processes. Default: one per CPU that this process may use.",
+    )(function)
+
+
+def dataset(function: F) -> F:
+    """The packed dataset's folder, an argument."""
+    return click.argument("dataset", metavar="OUT", type=click.Path(file_okay=False))(function)
+
+
+def human_bytes(size: float) -> str:
+    """`1.5 GB`, in powers of ten, as disks are sold and `--shard-size` counts.
+
+    >>> human_bytes(1_530_000_000), human_bytes(12)
+    ('1.53 GB', '12 B')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1000
+    return f"{size:.4g} TB"

@@ -1,0 +1,326 @@
+"""`packer shard`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from packer.cli.options import Bytes, Fold, SplitFractions, as_json, human_bytes, quiet, workers
+from packer.errors import UsageError
+
+if TYPE_CHECKING:
+    from packer.pack import PackResult, Prepared
+    from packer.sources.base import Source
+
+
+@click.command("shard")
+@click.argument("src", nargs=-1, required=True, type=click.Path(exists=True))
+@click.argument("out", type=click.Path(file_okay=False))
+@click.option(
+    "--format",
+    "format_name",
+    default="webdataset",
+    show_default=True,
+    metavar="NAME",
+    help="webdataset: tar shards that every WebDataset reader accepts.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["imagefolder", "splits", "sidecars", "parallel", "flat"]),
+    help="What the folder is; recognised and printed by default.",
+)
+@click.option(
+    "--labels",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="CSV",
+    help="Labels for a flat folder: a name (path or stem) and a label (integer or class name) a row.",
+)
+@click.option(
+    "--classes",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="One class name a line: fixes the label of each class. Default: sorted, as torchvision does.",
+)
+@click.option("--include", multiple=True, metavar="GLOB", help="Take only files that match (repeatable).")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out files that match (repeatable).")
+@click.option(
+    "--follow-symlinks", is_flag=True, help="Pack what links point to. Default: links are skipped and counted."
+)
+@click.option(
+    "--shard-size",
+    type=Bytes(),
+    default="512MB",
+    show_default=True,
+    help="No shard is larger, headers counted; shards come out about equal.",
+)
+@click.option("--shard-samples", type=click.IntRange(1), metavar="N", help="No shard has more samples.")
+@click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Pack in random order.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the shuffle, the split and the subsets.")
+@click.option(
+    "--split",
+    type=SplitFractions(),
+    metavar="0.9,0.1",
+    help="Split by hash of seed and key, so a sample never changes sides as data grows. "
+    "Two parts: train, val; three: train, val, test; or name=fraction pairs.",
+)
+@click.option(
+    "--split-exact", is_flag=True, help="Cut every class exactly at the fractions (for data that will not grow)."
+)
+@click.option("--group-regex", metavar="REGEX", help="Paths with the same match stay on one side of --split.")
+@click.option("--fold", type=Fold(), metavar="K/N", help="Only the K-th of N parts of the samples, by hash.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only N samples, chosen by hash.")
+@click.option(
+    "--keys",
+    "keys_file",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Only these samples: one key or original path a line.",
+)
+@click.option(
+    "--drop-keys",
+    "drop_file",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="All but these samples; the result is checked not to contain them.",
+)
+@click.option(
+    "--resize",
+    type=click.IntRange(1),
+    metavar="PIXELS",
+    help="Scale larger pictures down to this short side (EXIF orientation applied; JPEG at quality "
+    "--jpeg-quality, 4:2:0; PNG stays lossless). Smaller ones keep their very bytes.",
+)
+@click.option("--jpeg-quality", type=click.IntRange(1, 100), default=92, show_default=True, help="For --resize.")
+@click.option(
+    "--check",
+    type=click.Choice(["header", "decode", "none"]),
+    default="header",
+    show_default=True,
+    help="How closely to look at each image: its structure, every pixel, or not at all.",
+)
+@click.option(
+    "--on-error",
+    type=click.Choice(["raise", "skip"]),
+    default="raise",
+    show_default=True,
+    help="What a broken image does: stop with its name, or be left out and counted.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan and every problem found; write nothing.")
+@workers
+@as_json
+@quiet
+def command(**options: Any) -> None:
+    r"""Pack SRC into shards in the folder OUT.
+
+    SRC is a folder of pictures (one folder per class, train/val/test splits, sidecar files,
+    parallel images/ labels/ masks/ trees, or flat), or a packed dataset, or several packed
+    datasets to merge. Image bytes are packed as they are. Killed at any moment, the same
+    command goes on where it was and ends with the same bytes.
+
+    \b
+    Examples:
+      packer shard /data/imagenet out/
+      packer shard photos/ out/ --labels labels.csv --split 0.9,0.1
+      packer shard out/ smaller/ --drop-keys withdrawn.txt
+      packer shard part-a/ part-b/ all/
+    """
+    from packer.cli.progress import PackBars
+    from packer.pack import pack_prepared, prepare
+    from packer.withdraw import check_withdrawn, read_keys, selection
+
+    source = _source(options)
+    pack_options = _pack_options(options)
+    dropped = read_keys(options["drop_file"]) if options["drop_file"] else None
+    choose = selection(
+        seed=options["seed"],
+        fold=options["fold"],
+        limit=options["limit"],
+        keys=read_keys(options["keys_file"]) if options["keys_file"] else None,
+        drop=dropped,
+    )
+    bars = PackBars(quiet=options["quiet"])
+    try:
+        prepared = prepare(source, pack_options, choose=choose, progress=bars.scanning)
+        bars.close()
+        if options["dry_run"]:
+            _print_plan(prepared, as_json=options["as_json"])
+            return
+        if not options["quiet"]:
+            click.echo(f"layout: {prepared.scan.layout} ({prepared.scan.rule})", err=True)
+            for warning in prepared.plan.warnings:
+                click.echo(f"warning: {warning}", err=True)
+        result = pack_prepared(prepared, options["out"], progress=bars)
+    finally:
+        bars.close()
+    notes = check_withdrawn(source, options["out"], dropped) if dropped else []
+    _print_result(options, result, notes)
+
+
+def _source(options: dict[str, Any]) -> Source:
+    from packer.manifest import FILE
+    from packer.sources.folder import FolderOptions, FolderSource
+    from packer.sources.listing import Filter
+    from packer.sources.packed import PackedSource
+
+    sources = options["src"]
+    packed = [os.path.exists(os.path.join(path, FILE)) for path in sources]
+    out = os.path.realpath(options["out"])
+    for path in sources:
+        if os.path.commonpath([out, os.path.realpath(path)]) == os.path.realpath(path):
+            raise UsageError(
+                f"OUT ({options['out']}) lies inside SRC ({path}): the shards would be packed too; "
+                "choose a folder outside"
+            )
+    if all(packed):
+        for name in ("layout", "labels", "classes", "include", "exclude", "follow_symlinks"):
+            if options[name]:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is about folders of files; {sources[0]} is a packed dataset"
+                )
+        return PackedSource(tuple(sources))
+    if len(sources) > 1:
+        unpacked = [path for path, is_packed in zip(sources, packed, strict=True) if not is_packed]
+        raise UsageError(
+            f"several sources are merged when each is a packed dataset; {unpacked[0]} has no {FILE}: pack it first"
+        )
+    return FolderSource(
+        sources[0],
+        FolderOptions(
+            layout=options["layout"],
+            labels=options["labels"],
+            classes=options["classes"],
+            filter=Filter(options["include"], options["exclude"]),
+            follow_symlinks=options["follow_symlinks"],
+        ),
+    )
+
+
+def _pack_options(options: dict[str, Any]) -> Any:
+    from packer.encoders import Resize
+    from packer.formats import get_format
+    from packer.pack import PackOptions
+    from packer.plan import PlanOptions
+
+    get_format(options["format_name"])
+    encoder = Resize(options["resize"], options["jpeg_quality"]) if options["resize"] else None
+    return PackOptions(
+        format=options["format_name"],
+        plan=PlanOptions(
+            shard_bytes=options["shard_size"],
+            shard_samples=options["shard_samples"],
+            shuffle=options["shuffle"],
+            seed=options["seed"],
+            split=options["split"],
+            split_exact=options["split_exact"],
+            group_regex=options["group_regex"],
+        ),
+        workers=options["workers"],
+        on_error=options["on_error"],
+        check=options["check"],
+        encoder=encoder,
+    )
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def _print_plan(prepared: Prepared, *, as_json: bool) -> None:
+    import json
+
+    from packer.sample import printable
+
+    scan, plan = prepared.scan, prepared.plan
+    problems = [(printable(path), reason) for path, reason in scan.problems]
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "layout": scan.layout,
+                    "rule": scan.rule,
+                    "samples": len(scan),
+                    "classes": scan.classes,
+                    "fields": scan.fields,
+                    "splits": {name: int((scan.split == i).sum()) for i, name in enumerate(scan.splits)},
+                    "shards": [{"split": s.split, "samples": s.stop - s.start, "bytes": s.bytes} for s in plan.shards],
+                    "bytes": sum(s.bytes for s in plan.shards),
+                    "warnings": plan.warnings,
+                    "skipped": dict(scan.skipped_by_reason),
+                    "problems": problems,
+                },
+                indent=2,
+            )
+        )
+        return
+    click.echo(f"layout   {scan.layout} ({scan.rule})")
+    click.echo(f"samples  {len(scan):,}" + (f" in {len(scan.classes):,} classes" if scan.classes else ""))
+    click.echo(f"fields   {', '.join([*scan.fields, 'cls'] if scan.made_cls else scan.fields)}")
+    for number, name in enumerate(scan.splits):
+        shards = [s for s in plan.shards if s.split == name]
+        click.echo(
+            f"split    {name}: {int((scan.split == number).sum()):,} samples, {len(shards)} shard(s), "
+            f"{human_bytes(sum(s.bytes for s in shards))}"
+        )
+    for warning in plan.warnings:
+        click.echo(f"warning  {warning}")
+    for reason, count in scan.skipped_by_reason.most_common():
+        click.echo(f"skipped  {count:,} × {reason}")
+    for path, reason in problems:
+        click.echo(f"problem  {path}: {reason}")
+    click.echo(
+        f"{len(problems)} problem(s) found by name and size; nothing was written"
+        + (". Packing would stop here; --on-error skip leaves them out" if problems else "")
+    )
+
+
+def _print_result(options: dict[str, Any], result: PackResult, notes: list[str]) -> None:
+    import json
+
+    manifest, out = result.manifest, options["out"]
+    reasons: dict[str, int] = {}
+    for _, reason in result.skipped:
+        reasons[reason] = reasons.get(reason, 0) + 1
+    if options["as_json"]:
+        click.echo(
+            json.dumps(
+                {
+                    "out": out,
+                    "already_complete": result.already_complete,
+                    "samples": manifest.samples,
+                    "bytes": manifest.bytes,
+                    "shards": sum(len(s.shards) for s in manifest.splits.values()),
+                    "classes": len(manifest.classes or ()),
+                    "skipped": reasons,
+                    "encoded": result.encoded,
+                    "warnings": [*result.warnings, *notes],
+                    "seconds": result.seconds,
+                    "resumed_shards": result.resumed_shards,
+                },
+                indent=2,
+            )
+        )
+        return
+    if options["quiet"]:
+        return
+    if result.already_complete:
+        click.echo(f"already complete: {out} holds these {manifest.samples:,} samples", err=True)
+        return
+    classes = f" in {len(manifest.classes):,} classes" if manifest.classes else ""
+    click.echo(
+        f"packed {manifest.samples:,} samples{classes} into {sum(len(s.shards) for s in manifest.splits.values())} "
+        f"shard(s), {human_bytes(manifest.bytes)}, in {result.seconds:.1f} s "
+        f"({human_bytes(manifest.bytes / max(result.seconds, 1e-9))}/s)",
+        err=True,
+    )
+    if result.resumed_shards:
+        click.echo(f"  {result.resumed_shards} shard(s) were finished by an earlier run", err=True)
+    for what, count in sorted(result.encoded.items()):
+        click.echo(f"  {count:,} × {what}", err=True)
+    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+        click.echo(f"  left out {count:,} × {reason}", err=True)
+    for note in notes:
+        click.echo(f"  {note}", err=True)
+    if reasons:
+        click.echo(f"  every file left out is listed in {os.path.join(out, 'report.json')}", err=True)
+    click.echo(f"next: packer verify {out}", err=True)

@@ -1,0 +1,165 @@
+"""Which shard files a user means, and which split each belongs to."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from packer.errors import ProblemsError, SourceError, UsageError
+from packer.manifest import is_plain_name
+from packer.sample import printable
+
+#: Words of a shard's name, or its folder's name, that say which split it belongs to.
+SPLITS = ("train", "val", "valid", "validation", "dev", "test")
+DEFAULT_SPLIT = "train"
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+_MOST = 1_000_000
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """The names that a shell would make of `{000000..000012}` and `{a,b}`; the leftmost brace varies slowest.
+
+    Raises:
+        UsageError: a brace that is neither, or more than a million names.
+
+    >>> list(expand_braces("{a,b}-{08..10}.tar"))[:4]
+    ['a-08.tar', 'a-09.tar', 'a-10.tar', 'b-08.tar']
+    """
+    names = [""]
+    end = 0
+    for brace in _BRACES.finditer(pattern):
+        choices = _choices(brace[1], pattern)
+        if len(names) * len(choices) > _MOST:
+            raise UsageError(f"{pattern!r} stands for more than {_MOST:,} shards")
+        names = [name + pattern[end : brace.start()] + choice for name in names for choice in choices]
+        end = brace.end()
+    return (name + pattern[end:] for name in names)
+
+
+def _choices(inside: str, pattern: str) -> Sequence[str]:
+    if bounds := _RANGE.fullmatch(inside):
+        first, last = int(bounds[1]), int(bounds[2])
+        if abs(last - first) >= _MOST:
+            raise UsageError(f"{pattern!r} stands for more than {_MOST:,} shards")
+        width = len(bounds[1]) if bounds[1].startswith("0") or len(bounds[1]) == len(bounds[2]) else 0
+        step = 1 if last >= first else -1
+        return [f"{number:0{width}d}" for number in range(first, last + step, step)]
+    if "," in inside:
+        return inside.split(",")
+    raise UsageError(f"{pattern!r}: {{{inside}}} is neither a range such as {{000000..000012}} nor a list such as {{a,b}}")
+
+
+def find_shards(where: str) -> tuple[str, list[str]]:
+    """The shards that a folder, or a pattern, stands for.
+
+    Args:
+        where: a folder with `.tar` files; or file names with `{000000..000012}`, `*` and `?`, joined by `::`.
+
+    Returns:
+        Their folder, and their names in it: as listed for a pattern, in natural order for a folder.
+
+    Raises:
+        SourceError: no shard there, or only in folders below (each is a dataset of its own).
+        UsageError: shards in several folders, a URL, a name that cannot stand in a manifest.
+        ProblemsError: named shards that do not exist, all listed.
+    """
+    paths = _in_folder(where) if os.path.isdir(where) else _by_pattern(where)
+    folders = dict.fromkeys(os.path.dirname(path) for path in paths)
+    if len({os.path.realpath(folder) for folder in folders}) > 1:
+        raise UsageError(f"the shards lie in {len(folders)} folders ({', '.join(list(folders)[:4])}); an index stands "
+                         "beside its shards: index each folder by itself, or make one folder of links to them")
+    names = [os.path.basename(path) for path in paths]
+    for name in names:
+        if not is_plain_name(name):
+            raise UsageError(f"a shard named {printable(name)!r} cannot be indexed; rename it to begin with a letter or digit")
+    if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
+        raise UsageError(f"{where!r} names {printable(twice[0])!r} twice")
+    return next(iter(folders)) or ".", names
+
+
+def _in_folder(folder: str) -> list[str]:
+    try:
+        entries = sorted(os.listdir(folder), key=_natural)
+    except OSError as error:
+        raise SourceError(f"{printable(folder)}: {error.strerror}") from error
+    shards = [os.path.join(folder, name) for name in entries if name.endswith(".tar") and is_plain_name(name)]
+    if shards:
+        return shards
+    below = [name for name in entries if glob.glob(os.path.join(glob.escape(os.path.join(folder, name)), "*.tar"))]
+    if below:
+        commands = "\n".join(f"  packer index {os.path.join(folder, name)}" for name in below[:20])
+        raise SourceError(f"{printable(folder)} holds no .tar files itself, its folders do; an index stands beside "
+                          f"its shards, so each folder is a dataset of its own. Run:\n{commands}")
+    packed = [name for name in entries if name.endswith((".tgz", ".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2"))]
+    if packed:
+        raise SourceError(f"{printable(folder)} holds compressed shards only ({packed[0]}, …); byte ranges need plain "
+                          "tar files: uncompress them first")
+    raise SourceError(f"{printable(folder)} holds no .tar files")
+
+
+def _by_pattern(pattern: str) -> list[str]:
+    paths: list[str] = []
+    missing: list[tuple[str, str]] = []
+    for part in pattern.split("::"):
+        if _URL.match(part) and not os.path.exists(part):
+            raise UsageError(f"{printable(part)}: an index stands beside its shards, so they must be local files; "
+                             "copy them here first")
+        for name in expand_braces(part):
+            if os.path.exists(name):
+                paths.append(name)
+            elif found := glob.glob(name):
+                paths += sorted(found, key=_natural)
+            else:
+                missing.append((printable(name), "matches no file" if glob.has_magic(name) else "no such file"))
+    if missing:
+        raise ProblemsError(f"{len(missing)} shard(s) of {pattern!r} are missing:", missing,
+                            "fetch them, or narrow the pattern")
+    return paths
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts `x-2` before `x-10`; names of equal value by their text."""
+    parts = re.split(r"([0-9]+)", name)
+    return [(int(part), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
+
+
+def group_by_split(
+    folder: str, names: Sequence[str], splits: Mapping[str, str] | None = None
+) -> dict[str, list[str]]:
+    """Shards by split.
+
+    Args:
+        folder: where they lie; its name decides where theirs say nothing.
+        names: file names.
+        splits: split → glob over file names, instead of guessing.
+
+    Raises:
+        UsageError: with `splits`, a shard that matches none or several of them.
+
+    >>> group_by_split(".", ["in-train-0.tar", "in-val-0.tar", "0.tar"])
+    {'train': ['in-train-0.tar', '0.tar'], 'val': ['in-val-0.tar']}
+    """
+    fallback = _split_word(os.path.basename(os.path.realpath(folder))) or DEFAULT_SPLIT
+    grouped: dict[str, list[str]] = {name: [] for name in splits or ()}
+    for name in names:
+        if splits:
+            matching = [split for split, pattern in splits.items() if fnmatchcase(name, pattern)]
+            if len(matching) != 1:
+                raise UsageError(f"shard {printable(name)!r} matches {' and '.join(matching) or 'none'} of the --split patterns")
+            split = matching[0]
+        else:
+            split = _split_word(name) or fallback
+        grouped.setdefault(split, []).append(name)
+    return grouped
+
+
+def _split_word(name: str) -> str | None:
+    """The last word of a name that names a split."""
+    words = [word for word in re.split(r"[^a-z]+", name.lower()) if word in SPLITS]
+    return words[-1] if words else None

@@ -1,0 +1,233 @@
+"""A packed dataset as a source: converting, resharding, merging and withdrawing are one verb."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from crc32c import crc32c
+
+from packer.errors import ShardError, SourceError
+from packer.index import Names, Rows
+from packer.packed import Packed, PackedSplit
+from packer.sample import printable
+from packer.sources.base import Scan, ScanProgress
+from packer.strings import Int64s, Strings
+
+_PLACE = np.dtype([("dataset", "<i4"), ("split", "<i4"), ("shard", "<i4"), ("crc32c", "<u4"), ("offset", "<i8")])
+_UNPACK = struct.Struct("<iiiIq").unpack
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """One or several packed datasets, read as one source; payloads are copied byte for byte.
+
+    Args:
+        folders: packed datasets. Keys must differ; class lists are joined by name where packing
+            made the labels, and must be equal otherwise.
+
+    >>> PackedSource(("part-a/", "part-b/")).scan()                          # doctest: +SKIP
+    """
+
+    folders: tuple[str, ...]
+
+    def describe(self) -> str:
+        """The folders."""
+        return ", ".join(self.folders)
+
+    def reader(self) -> PackedReader:
+        """A reader of the datasets' shards."""
+        return PackedReader(self.folders)
+
+    def scan(self, progress: ScanProgress | None = None) -> Scan:
+        """All samples, dataset after dataset, in the datasets' order.
+
+        Raises:
+            ManifestError: a folder is no packed dataset.
+            SourceError: two samples have the same key, or class lists cannot be joined.
+        """
+        datasets = [Packed(folder) for folder in self.folders]
+        made_cls = all("cls" not in d.manifest.fields or _made(d) for d in datasets) and any(
+            "cls" in d.manifest.fields for d in datasets
+        )
+        classes, renumber = _join_classes(datasets, self.folders, made_cls=made_cls)
+        names = sorted(
+            {name for d in datasets for name in d.manifest.fields if not (made_cls and name == "cls")},
+            key=lambda name: (name != "jpg", name),
+        )
+        splits = list(dict.fromkeys(name for d in datasets for name in d))
+        parts: list[Scan] = []
+        for number, dataset in enumerate(datasets):
+            for position, (split, packed) in enumerate(dataset.items()):
+                part = _scan_split(packed, names, number, position)
+                label = part.label if renumber[number] is None else _renumber(part.label, renumber[number])
+                parts.append(replace(part, split=np.full(len(part), splits.index(split), np.int16), label=label))
+                if progress is not None:
+                    progress(sum(len(p.paths) for p in parts))
+        scan = _concatenate(parts, tuple(names), tuple(splits), classes, made_cls, self.folders)
+        if len(self.folders) > 1:
+            _refuse_equal_keys(scan.keys)
+        return scan
+
+
+def _made(dataset: Packed) -> bool:
+    """Whether packing made the labels (they have no original file)."""
+    at = dataset.manifest.fields.index("cls")
+    return all(
+        len(split.names.paths[at].blob) == 0 and len(split.names.paths[0].blob) > 0
+        for split in dataset.values()
+        if len(split)
+    )
+
+
+def _join_classes(
+    datasets: Sequence[Packed], folders: Sequence[str], *, made_cls: bool
+) -> tuple[tuple[str, ...] | None, list[Int64s | None]]:
+    lists = [d.manifest.classes for d in datasets]
+    if all(one == lists[0] for one in lists):
+        return lists[0], [None] * len(lists)
+    if not made_cls or any(one is None for one in lists):
+        raise SourceError(
+            f"{' and '.join(folders)} have different class lists, and their labels are files of their "
+            "own that cannot be renumbered: pack from the original folders with --classes FILE"
+        )
+    joined = tuple(sorted({name for one in lists for name in one or ()}))
+    return joined, [np.array([joined.index(name) for name in one or ()], np.int64) for one in lists]
+
+
+def _renumber(label: Int64s, numbers: Int64s | None) -> Int64s:
+    return label if numbers is None else np.where(label >= 0, numbers[np.maximum(label, 0)], label)
+
+
+def _scan_split(packed: PackedSplit, fields: Sequence[str], dataset: int, split: int) -> Scan:
+    rows, stored = packed.rows, packed.names
+    columns = [(number, name) for number, name in enumerate(fields) if name in packed.fields]
+    # One entry per present field, sorted by sample and then by place in the shard, so that members keep their order.
+    pieces = [_field_entries(rows, stored, packed.fields, name, number, dataset, split) for number, name in columns]
+    sample, offset, size, field, place = (
+        np.concatenate(column) for column in zip(*[p[:5] for p in pieces], strict=True)
+    )
+    paths = Strings.of([path for p in pieces for path in p[5]])
+    order = np.lexsort((offset, sample))
+    first = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(np.bincount(sample, minlength=len(rows)), out=first[1:])
+    locators = Strings(memoryview(place[order].tobytes()), np.arange(len(order) + 1, dtype=np.int64) * _PLACE.itemsize)
+    return Scan(
+        fields=tuple(fields),
+        paths=paths.take(order),
+        sizes=size[order],
+        field=field[order].astype(np.int16),
+        first=first,
+        keys=stored.keys,
+        label=np.array(rows["label"]),
+        split=np.zeros(len(rows), np.int16),
+        splits=(packed.split.name,),
+        classes=None,
+        made_cls=False,
+        layout="packed",
+        rule="",
+        locators=locators,
+    )
+
+
+def _field_entries(
+    rows: Rows, names: Names, stored: Sequence[str], name: str, number: int, dataset: int, split: int
+) -> tuple[Int64s, Int64s, Int64s, Int64s, Rows, list[bytes]]:
+    present = np.flatnonzero(rows[f"{name}:length"] >= 0)
+    place = np.zeros(len(present), _PLACE)
+    place["dataset"], place["split"], place["shard"] = dataset, split, rows["shard"][present]
+    place["offset"], place["crc32c"] = rows[f"{name}:offset"][present], rows[f"{name}:crc32c"][present]
+    paths = names.paths[list(stored).index(name)].take(present)
+    return (
+        present,
+        place["offset"],
+        rows[f"{name}:length"][present],
+        np.full(len(present), number, np.int64),
+        place,
+        list(paths),
+    )
+
+
+def _concatenate(
+    parts: Sequence[Scan],
+    fields: tuple[str, ...],
+    splits: tuple[str, ...],
+    classes: tuple[str, ...] | None,
+    made_cls: bool,
+    folders: Sequence[str],
+) -> Scan:
+    def strings(columns: Sequence[Strings]) -> Strings:
+        ends = [np.zeros(1, np.int64)]
+        for column in columns:
+            ends.append(column.ends[1:] + ends[-1][-1])
+        return Strings(memoryview(b"".join(column.blob for column in columns)), np.concatenate(ends))
+
+    first = [np.zeros(1, np.int64)]
+    for part in parts:
+        first.append(part.first[1:] + first[-1][-1])
+    return Scan(
+        fields=fields,
+        paths=strings([p.paths for p in parts]),
+        sizes=np.concatenate([p.sizes for p in parts]),
+        field=np.concatenate([p.field for p in parts]),
+        first=np.concatenate(first),
+        keys=strings([p.keys for p in parts]),
+        label=np.concatenate([p.label for p in parts]),
+        split=np.concatenate([p.split for p in parts]),
+        splits=splits,
+        classes=classes,
+        made_cls=made_cls,
+        layout="packed",
+        rule=f"{'each of ' if len(folders) > 1 else ''}{', '.join(folders)} has a dataset.json",
+        locators=strings([p.locators for p in parts if p.locators is not None]),
+    )
+
+
+def _refuse_equal_keys(keys: Strings) -> None:
+    seen: set[bytes] = set()
+    equal: list[bytes] = []
+    for key in keys:
+        if key in seen:
+            equal.append(key)
+        seen.add(key)
+    if equal:
+        raise SourceError(
+            f"{len(equal)} key(s) are in more than one of the datasets, for example "
+            f"{', '.join(printable(key) for key in equal[:5])}: leave them out of one with --drop-keys first"
+        )
+
+
+class PackedReader:
+    """Reads fields of packed datasets by place, each against its stored checksum."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self._splits = [list(Packed(folder).values()) for folder in folders]
+
+    def read_into(self, locator: bytes, view: memoryview) -> int:
+        """Read one field; see `packer.sources.base.Reader`. Raises ShardError for a damaged shard."""
+        dataset, split, shard, checksum, offset = _UNPACK(locator)
+        packed = self._splits[dataset][split]
+        done = 0
+        while done < len(view):
+            got = os.preadv(packed.descriptor(shard), (view[done:],), offset + done)
+            if got == 0:
+                raise ShardError(
+                    f"{packed.shard_path(shard)} is truncated: it ends before offset {offset + len(view)}; "
+                    f"run: packer verify {packed.folder}"
+                )
+            done += got
+        if crc32c(view) != checksum:
+            raise ShardError(
+                f"{packed.shard_path(shard)} is damaged: crc32c mismatch at offset {offset}; "
+                f"run: packer verify {packed.folder}"
+            )
+        return done
+
+    def close(self) -> None:
+        """Close the shards."""
+        for splits in self._splits:
+            for split in splits:
+                split.close()
