@@ -291,7 +291,7 @@ def _job(out: str, fingerprint: str, prepared: Prepared) -> Iterator[None]:
         os.makedirs(state, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot make {out}: {error.strerror}") from error
-    with exclusive(os.path.join(state, "lock")):
+    with exclusive(os.path.join(state, "lock"), out):
         _claim(os.path.join(state, "job.json"), out, fingerprint, prepared)
         yield
 

@@ -47,12 +47,15 @@ def _choices(inside: str, pattern: str) -> Sequence[str]:
         first, last = int(bounds[1]), int(bounds[2])
         if abs(last - first) >= _MOST:
             raise UsageError(f"{pattern!r} stands for more than {_MOST:,} shards")
-        width = len(bounds[1]) if bounds[1].startswith("0") or len(bounds[1]) == len(bounds[2]) else 0
+        padded = any(bound.startswith("0") and len(bound) > 1 for bound in bounds.groups())
+        width = max(map(len, bounds.groups())) if padded else 0
         step = 1 if last >= first else -1
         return [f"{number:0{width}d}" for number in range(first, last + step, step)]
     if "," in inside:
         return inside.split(",")
-    raise UsageError(f"{pattern!r}: {{{inside}}} is neither a range such as {{000000..000012}} nor a list such as {{a,b}}")
+    raise UsageError(
+        f"{pattern!r}: {{{inside}}} is neither a range such as {{000000..000012}} nor a list such as {{a,b}}"
+    )
 
 
 def find_shards(where: str) -> tuple[str, list[str]]:
@@ -72,12 +75,16 @@ def find_shards(where: str) -> tuple[str, list[str]]:
     paths = _in_folder(where) if os.path.isdir(where) else _by_pattern(where)
     folders = dict.fromkeys(os.path.dirname(path) for path in paths)
     if len({os.path.realpath(folder) for folder in folders}) > 1:
-        raise UsageError(f"the shards lie in {len(folders)} folders ({', '.join(list(folders)[:4])}); an index stands "
-                         "beside its shards: index each folder by itself, or make one folder of links to them")
+        raise UsageError(
+            f"the shards lie in {len(folders)} folders ({', '.join(list(folders)[:4])}); an index stands "
+            "beside its shards: index each folder by itself, or make one folder of links to them"
+        )
     names = [os.path.basename(path) for path in paths]
     for name in names:
         if not is_plain_name(name):
-            raise UsageError(f"a shard named {printable(name)!r} cannot be indexed; rename it to begin with a letter or digit")
+            raise UsageError(
+                f"a shard named {printable(name)!r} cannot be indexed; rename it to begin with a letter or digit"
+            )
     if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
         raise UsageError(f"{where!r} names {printable(twice[0])!r} twice")
     return next(iter(folders)) or ".", names
@@ -94,12 +101,16 @@ def _in_folder(folder: str) -> list[str]:
     below = [name for name in entries if glob.glob(os.path.join(glob.escape(os.path.join(folder, name)), "*.tar"))]
     if below:
         commands = "\n".join(f"  packer index {os.path.join(folder, name)}" for name in below[:20])
-        raise SourceError(f"{printable(folder)} holds no .tar files itself, its folders do; an index stands beside "
-                          f"its shards, so each folder is a dataset of its own. Run:\n{commands}")
+        raise SourceError(
+            f"{printable(folder)} holds no .tar files itself, its folders do; an index stands beside "
+            f"its shards, so each folder is a dataset of its own. Run:\n{commands}"
+        )
     packed = [name for name in entries if name.endswith((".tgz", ".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2"))]
     if packed:
-        raise SourceError(f"{printable(folder)} holds compressed shards only ({packed[0]}, …); byte ranges need plain "
-                          "tar files: uncompress them first")
+        raise SourceError(
+            f"{printable(folder)} holds compressed shards only ({packed[0]}, …); byte ranges need plain "
+            "tar files: uncompress them first"
+        )
     raise SourceError(f"{printable(folder)} holds no .tar files")
 
 
@@ -108,8 +119,10 @@ def _by_pattern(pattern: str) -> list[str]:
     missing: list[tuple[str, str]] = []
     for part in pattern.split("::"):
         if _URL.match(part) and not os.path.exists(part):
-            raise UsageError(f"{printable(part)}: an index stands beside its shards, so they must be local files; "
-                             "copy them here first")
+            raise UsageError(
+                f"{printable(part)}: an index stands beside its shards, so they must be local files; "
+                "copy them here first"
+            )
         for name in expand_braces(part):
             if os.path.exists(name):
                 paths.append(name)
@@ -118,8 +131,9 @@ def _by_pattern(pattern: str) -> list[str]:
             else:
                 missing.append((printable(name), "matches no file" if glob.has_magic(name) else "no such file"))
     if missing:
-        raise ProblemsError(f"{len(missing)} shard(s) of {pattern!r} are missing:", missing,
-                            "fetch them, or narrow the pattern")
+        raise ProblemsError(
+            f"{len(missing)} shard(s) of {pattern!r} are missing:", missing, "fetch them, or narrow the pattern"
+        )
     return paths
 
 
@@ -129,9 +143,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), part) if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
-def group_by_split(
-    folder: str, names: Sequence[str], splits: Mapping[str, str] | None = None
-) -> dict[str, list[str]]:
+def group_by_split(folder: str, names: Sequence[str], splits: Mapping[str, str] | None = None) -> dict[str, list[str]]:
     """Shards by split.
 
     Args:
@@ -151,7 +163,8 @@ def group_by_split(
         if splits:
             matching = [split for split, pattern in splits.items() if fnmatchcase(name, pattern)]
             if len(matching) != 1:
-                raise UsageError(f"shard {printable(name)!r} matches {' and '.join(matching) or 'none'} of the --split patterns")
+                found = " and ".join(matching) or "none"
+                raise UsageError(f"shard {printable(name)!r} matches {found} of the --split patterns")
             split = matching[0]
         else:
             split = _split_word(name) or fallback

@@ -58,14 +58,19 @@ def output_error(path: str, error: OSError) -> OutputError:
 
 
 @contextlib.contextmanager
-def exclusive(path: str) -> Iterator[None]:
-    """Hold the lock file `path` until the block ends; the kernel lets go of it if the process dies.
+def exclusive(path: str, folder: str) -> Iterator[None]:
+    """Hold the lock on `path` until the block ends; the kernel lets go of it if the process dies.
+
+    Args:
+        path: a lock file, made if need be, or a folder.
+        folder: what is guarded, for the message.
 
     Raises:
         OutputError: another process holds it.
     """
+    flags = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise output_error(path, error) from error
     try:
@@ -73,8 +78,7 @@ def exclusive(path: str) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise OutputError(
-                f"{os.path.dirname(os.path.dirname(path))} is being written by another packer process; "
-                "wait for it to end, or choose another folder"
+                f"{folder} is being written by another packer process; wait for it to end, or choose another folder"
             ) from error
         yield
     finally:

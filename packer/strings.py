@@ -40,6 +40,14 @@ class Strings:
         np.cumsum(np.fromiter(map(len, listed), np.int64, len(listed)), out=ends[1:])
         return Strings(memoryview(b"".join(listed)), ends)
 
+    @staticmethod
+    def concatenate(columns: Iterable[Strings]) -> Strings:
+        """The strings of all columns, one column after the other."""
+        listed = list(columns)
+        starts = np.cumsum([0, *(len(column.blob) for column in listed)])
+        ends = [np.zeros(1, np.int64), *(c.ends[1:] + start for c, start in zip(listed, starts[:-1], strict=True))]
+        return Strings(memoryview(b"".join(column.blob for column in listed)), np.concatenate(ends))
+
     def __len__(self) -> int:
         return len(self.ends) - 1
 

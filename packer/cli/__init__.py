@@ -53,7 +53,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="packer")
 def cli() -> None:
-    r"""Pack a million small files into shards; keep the GPU fed.
+    """Pack a million small files into shards; keep the GPU fed.
 
     \b
       packer shard /data/imagenet out/     pack

@@ -112,7 +112,7 @@ if TYPE_CHECKING:
 @as_json
 @quiet
 def command(**options: Any) -> None:
-    r"""Pack SRC into shards in the folder OUT.
+    """Pack SRC into shards in the folder OUT.
 
     SRC is a folder of pictures (one folder per class, train/val/test splits, sidecar files,
     parallel images/ labels/ masks/ trees, or flat), or a packed dataset, or several packed

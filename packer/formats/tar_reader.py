@@ -36,8 +36,15 @@ _OCTAL = re.compile(rb"[ \0]*([0-7]*)[ \0]*")
 _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
 _DECIMAL = re.compile(rb"[0-9]{1,19}")
 _KINDS: dict[bytes, Kind] = {
-    b"0": "file", b"\0": "file", b"7": "file", b"1": "hardlink", b"2": "symlink",
-    b"3": "device", b"4": "device", b"5": "directory", b"6": "fifo",
+    b"0": "file",
+    b"\0": "file",
+    b"7": "file",
+    b"1": "hardlink",
+    b"2": "symlink",
+    b"3": "device",
+    b"4": "device",
+    b"5": "directory",
+    b"6": "fifo",
 }
 _REFUSED = {
     b"S": "a sparse file (repack it without --sparse)",
@@ -45,7 +52,10 @@ _REFUSED = {
     b"N": "an old GNU name table (repack it with a current tar)",
 }
 _NOT_TAR = {
-    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2",
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"BZh": "bzip2",
     b"PK\x03\x04": "zip",
 }
 
@@ -135,11 +145,11 @@ class _Walk:
         self._shard = shard
         self._end = os.fstat(fd).st_size
         self._buffer = b""
-        self._start = 0      # offset of the buffer in the file
+        self._start = 0  # offset of the buffer in the file
         self._ahead = _MIN_AHEAD
-        self._served = 0     # headers that the buffer held
+        self._served = 0  # headers that the buffer held
         self._global = _Overrides()
-        self._seen: dict[bytes, Member] | None = None   # by name; only once a hard link asks
+        self._seen: dict[bytes, Member] | None = None  # by name; only once a hard link asks
 
     def members(self, stop: int = _MAX_SIZE) -> Iterator[Member]:
         at = 0
@@ -170,7 +180,7 @@ class _Walk:
             self._extension(kind, at, size, said)
             at += BLOCK + _padded(size)
         if magic[:6] != b"ustar\0":
-            prefix = b""   # GNU keeps times there, V7 nothing
+            prefix = b""  # GNU keeps times there, V7 nothing
         name = _cut(name)
         if prefix[:1] > b"\0":
             name = _cut(prefix) + b"/" + name
@@ -180,9 +190,7 @@ class _Walk:
             size = _first(said.size, self._global.size, size)
         return self._member(name, kind, size, _cut(link), first, at + BLOCK)
 
-    def _member(
-        self, name: bytes, kind: bytes, size: int, link: bytes, first: int, data: int
-    ) -> tuple[Member, int]:
+    def _member(self, name: bytes, kind: bytes, size: int, link: bytes, first: int, data: int) -> tuple[Member, int]:
         what = _KINDS.get(kind, "other")
         if what == "file" and name[-1:] == b"/":
             what = "directory"
@@ -191,16 +199,19 @@ class _Walk:
                 raise self._error(first, f"{printable(name)!r} is {_REFUSED[kind]}")
             after = data + _padded(size)
             if after > self._end:
-                raise self._error(first, f"truncated: {printable(name)!r} reaches to offset {after}, "
-                                         f"the file ends at {self._end}")
+                raise self._error(
+                    first, f"truncated: {printable(name)!r} reaches to offset {after}, the file ends at {self._end}"
+                )
             return Member(name, first, data, size, what), after
-        if what == "hardlink":   # a size given here describes the target; no content follows
+        if what == "hardlink":  # a size given here describes the target; no content follows
             target = self._target(link, first)
-            return Member(name, first, target.data_offset, target.size,
-                          "hardlink" if target.has_content else target.kind), data
+            return Member(
+                name, first, target.data_offset, target.size, "hardlink" if target.has_content else target.kind
+            ), data
         if size:
-            raise self._error(first, f"{printable(name)!r} is a {what} and claims {size} bytes; "
-                                     "readers disagree on what follows")
+            raise self._error(
+                first, f"{printable(name)!r} is a {what} and claims {size} bytes; readers disagree on what follows"
+            )
         return Member(name, first, data, 0, what), data
 
     def _target(self, link: bytes, at: int) -> Member:
@@ -282,7 +293,7 @@ class _Walk:
             if (total - claim) % 65521 == 0:
                 return
             signed = sum(memoryview(block).cast("b")) - sum(memoryview(field).cast("b")) + 8 * 32
-            if signed == claim:   # some old writers summed signed bytes
+            if signed == claim:  # some old writers summed signed bytes
                 return
         if at == 0:
             for magic, by in _NOT_TAR.items():
@@ -310,8 +321,11 @@ class _Walk:
         while data := os.pread(self._fd, 1 << 20, at):
             if data.count(0) != len(data):
                 first = at + len(data) - len(data.lstrip(b"\0"))
-                raise self._error(first, "bytes after the end of the archive, which readers ignore "
-                                         "(archives joined end to end? join them with 'tar --concatenate')")
+                raise self._error(
+                    first,
+                    "bytes after the end of the archive, which readers ignore "
+                    "(archives joined end to end? join them with 'tar --concatenate')",
+                )
             at += len(data)
 
     def _error(self, at: int, what: str) -> TarError:
@@ -407,8 +421,11 @@ def group_samples(
             skipped[BAD_FIELD] = skipped.get(BAD_FIELD, 0) + 1
             continue
         if field in fields:
-            raise TarError(shard, member.offset, f"a second field {field!r} of sample {printable(key)!r}; "
-                                                 f"the first is at offset {fields[field].offset}")
+            raise TarError(
+                shard,
+                member.offset,
+                f"a second field {field!r} of sample {printable(key)!r}; the first is at offset {fields[field].offset}",
+            )
         fields[field] = member
     if fields:
         yield key, fields

@@ -1,0 +1,78 @@
+"""`packer index`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+from packer.cli.options import as_json, human_bytes, quiet, workers
+from packer.errors import UsageError
+
+if TYPE_CHECKING:
+    from packer.manifest import Manifest
+
+
+@click.command("index")
+@click.argument("shards")
+@click.option(
+    "--split",
+    "splits",
+    multiple=True,
+    metavar="NAME=GLOB",
+    help="Shards whose names match GLOB are the split NAME (repeatable). Default: by a word of their "
+    "names or of their folder's name (train, val, valid, validation, dev, test), else train.",
+)
+@click.option("--force", is_flag=True, help="Make the index of a packed dataset again from its shards.")
+@workers
+@as_json
+@quiet
+def command(shards: str, splits: tuple[str, ...], force: bool, workers: int | None, as_json: bool, quiet: bool) -> None:
+    """Make tar shards that others wrote readable by index.
+
+    SHARDS is a folder of .tar files, or a pattern in quotes: '{000000..000146}', '*', lists joined
+    by '::'. Each shard is read once and never changed; index, names and dataset.json are written
+    beside it, so all shards of a dataset must lie in one folder. Truncated or damaged shards are
+    refused, all of them listed with the offset. Shards from GNU tar, Python, webdataset and
+    img2dataset will do; hard links count as the file they stand for.
+
+    \b
+    Examples:
+      packer index /data/cc3m/
+      packer index '/data/imagenet/imagenet1k-{train,validation}-*.tar'
+      packer index shards/ --split train='shard-0*' --split val='shard-1*'
+    """
+    from packer.cli.progress import Bar
+    from packer.indexing import index_folder
+    from packer.patterns import find_shards
+
+    folder, names = find_shards(shards)
+    size = sum(os.path.getsize(os.path.join(folder, name)) for name in names)
+    with Bar("indexing", "samples", bytes=size, quiet=quiet) as bar:
+        manifest = index_folder(shards, splits=_globs(splits), force=force, workers=workers, progress=bar.update)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(manifest.to_json(), indent=2))
+    elif not quiet:
+        _print(manifest, folder)
+
+
+def _globs(splits: tuple[str, ...]) -> dict[str, str] | None:
+    pairs = [split.partition("=") for split in splits]
+    for name, _, pattern in pairs:
+        if not name or not pattern:
+            raise UsageError(f"--split {name!r}: write NAME=GLOB, for example train='shard-0*.tar'")
+    return {name: pattern for name, _, pattern in pairs} or None
+
+
+def _print(manifest: Manifest, folder: str) -> None:
+    for split in manifest.splits.values():
+        size = human_bytes(split.bytes)
+        click.echo(f"{split.name}: {split.samples:,} samples in {len(split.shards):,} shard(s), {size}", err=True)
+    click.echo(f"  fields: {', '.join(manifest.fields)}", err=True)
+    for what in ("skipped", "unknown"):
+        for reason, count in manifest.source.get(what, {}).items():
+            click.echo(f"  {what} {count:,} × {reason}", err=True)
+    click.echo(f"next: packer verify {folder}", err=True)
