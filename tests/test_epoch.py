@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,14 @@ def test_all_permutations_are_equally_likely(samples: int):
     assert chi_square < kinds - 1 + 4 * np.sqrt(2 * (kinds - 1))  # 4 standard deviations
 
 
+@pytest.mark.parametrize("subset", [None, [2, 0, 1]])
+def test_a_sequence_is_the_callers_own(subset: list[int] | None):
+    order = Order(3, shuffle=False, subset=subset)
+    first = sequence(order, 0, 1)
+    first[:] = 9
+    assert sequence(order, 0, 1).tolist() == (subset or [0, 1, 2])
+
+
 def test_a_big_permutation_has_no_trend():
     made = sequence(Order(100_000, seed=5), 0, 1)
     places = np.arange(100_000)
@@ -197,6 +206,14 @@ def test_weighted_draws_have_the_right_mean_and_no_place():
         assert np.all(np.abs(found - share) <= 4 * deviation)
 
 
+def test_the_odd_places_of_a_balanced_epoch_go_to_any_class():
+    labels = np.arange(9) % 3
+    order = Order(9, 8, labels=labels, epoch_samples=4)
+    epochs = 3000
+    favoured = Counter(np.bincount(labels[sequence(order, epoch, 1)]).argmax() for epoch in range(epochs))
+    assert all(abs(favoured[c] / epochs - 1 / 3) < 4 * np.sqrt(2 / 9 / epochs) for c in range(3))
+
+
 def test_balanced_places_are_random_and_rare_classes_spread():
     labels = np.array([0] * 990 + [1] * 10)
     made = sequence(Order(1000, 4, labels=labels), 0, 10)
@@ -233,7 +250,7 @@ def test_draws_come_from_the_subset_only():
 
 def waste(order: Order, size: int, epoch: int = 0) -> float:
     heights, widths = order.sizes or (None, None)
-    return padding_waste(heights, widths, batches(order, Deal(size, tail="exact"), epoch))  # type: ignore[arg-type]
+    return padding_waste(heights, widths, batches(order, Deal(size, tail="exact"), epoch))
 
 
 @pytest.mark.parametrize("samples", [2000, 40_000])
@@ -268,6 +285,15 @@ def test_buckets_differ_in_membership_between_epochs():
     order = Order(2000, **sizes(rng, 2000), pool_batches=16)
     first, second = ({frozenset(b.tolist()) for b in batches(order, Deal(8), epoch)} for epoch in (0, 1))
     assert len(first & second) < 5
+
+
+def test_buckets_stay_within_their_window():
+    shards = np.arange(1600) // 100
+    alike = Order(1600, shuffle="window", shards=shards, window_shards=2)
+    sized = sizes(np.random.default_rng(2), 1600)
+    made = sequence(replace(alike, **sized, pool_batches=25), 0, 8)  # a pool of 200 samples is a window
+    for pool, window in zip(made.reshape(8, 200), sequence(alike, 0, 8).reshape(8, 200), strict=True):
+        assert set(pool.tolist()) == set(window.tolist())
 
 
 def test_buckets_visit_sizes_in_random_order():

@@ -90,7 +90,7 @@ def whole(order: AnyOrder) -> list[int]:
 def every_rank(
     order: AnyOrder, size: int, world: int, tail: str, epoch: int, consumed: int = 0
 ) -> list[list[Numbers]]:
-    deals = [Deal(size, rank, world, tail) for rank in range(world)]  # type: ignore[arg-type]
+    deals = [Deal(size, rank, world, tail) for rank in range(world)]
     return [list(batches(order, deal, epoch, consumed)) for deal in deals]
 
 
@@ -195,7 +195,7 @@ def test_buckets_resume_onto_other_ranks_with_the_same_batches(
     expected = [tuple(batch) for batch in batches(order, Deal(size, tail="exact"), epoch)]
     consumed, seen = 0, []
     for world, steps in stages:
-        ranks = [batches(order, Deal(size, rank, world, tail), epoch, consumed) for rank in range(world)]  # type: ignore[arg-type]
+        ranks = [batches(order, Deal(size, rank, world, tail), epoch, consumed) for rank in range(world)]
         full = (order.length - consumed) // (size * world)
         steps = min(steps, full)
         seen += [tuple(rank[step]) for step in range(steps) for rank in ranks]
@@ -217,7 +217,7 @@ def test_len_needs_no_epoch_and_is_exact(order: AnyOrder, deal: tuple[int, int],
     size, world = deal
     consumed = min(consumed // size * size if order.sizes else consumed, order.length)
     for rank in range(world):
-        mine = Deal(size, rank, world, tail)  # type: ignore[arg-type]
+        mine = Deal(size, rank, world, tail)
         made = batches(order, mine, 3, consumed)
         assert batch_count(order, mine, consumed) == len(made) == len(list(made))
         assert made.consumed_after(0) == consumed
@@ -245,6 +245,11 @@ def test_the_tail_by_hand():
     alike = {"heights": [8] * 11, "widths": [8] * 11}
     assert dealt("exact", **alike) == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10]]]
     assert every_rank(Order(1), 3, 3, "pad", 0) == [[0], [0], [0]]
+    few = Order(5, shuffle=False, heights=[8] * 5, widths=[8] * 5)
+    padded = [[batch.tolist() for batch in rank] for rank in every_rank(few, 3, 4, "pad", 0)]
+    assert padded == [[[0, 1, 2]], [[3, 4]], [[0, 1, 2]], [[3, 4]]]
+    padded = [[batch.tolist() for batch in rank] for rank in every_rank(few, 1, 3, "pad", 0)]
+    assert padded == [[[0], [3]], [[1], [4]], [[2], [0]]]
     assert batch_counts(Order(1), Deal(3, 0, 3, "exact")) == (1, 0, 0)
 
 
