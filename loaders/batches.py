@@ -1,0 +1,227 @@
+"""One batch: its buffers made, its samples decoded into them, its parts put together.
+
+Engines decide where and when these three steps run; what they give is decided here alone, so every
+engine gives the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from loaders.collate import Empty, collate_into
+from loaders.decode import decode_many_into
+from loaders.order import Numbers
+from loaders.samples import ABOUT, Reads, Samples
+from loaders.transforms import Identity
+from packer.errors import PackerError, SampleError
+
+#: A run of samples is handed to a worker at once; runs of less than this cost more in queueing than they balance.
+RUN_BYTES = 1 << 16
+LONGEST_RUN = 32
+
+
+class Made(NamedTuple):
+    """A finished batch, None if every sample was skipped, and the samples that were skipped."""
+
+    batch: Any
+    skipped: list[SampleError]
+
+
+@dataclass
+class Draft:
+    """A batch in the making.
+
+    Attributes:
+        numbers: (n,) int64 sample numbers.
+        epoch: the epoch it belongs to.
+        reads: readers of the samples' bytes.
+        empty: makes the tensors that the batch consists of.
+        images: (n, 3, H, W) where pictures are decoded straight into the batch.
+        values: per sample, all that is not in `images`.
+        failed: errors by position, of samples to skip.
+    """
+
+    numbers: Numbers
+    epoch: int
+    reads: Reads
+    empty: Empty
+    images: torch.Tensor | None
+    values: list[Any]
+    failed: dict[int, SampleError] = field(default_factory=dict)
+
+
+class Batches:
+    """Makes batches from sample numbers. Picklable; safe in threads if the samples are.
+
+    Args:
+        samples: how one sample is made.
+        collate_fn: makes a batch of a list of samples; None for `pad_collate` into recycled buffers.
+        on_error: "raise", or "skip" to leave out samples whose bytes are bad.
+        dtype: of normalised images.
+        channels_last: memory format of image batches.
+    """
+
+    def __init__(
+        self, samples: Samples, *, collate_fn: Callable[[list[Any]], Any] | None = None, on_error: str = "raise",
+        dtype: torch.dtype = torch.float32, channels_last: bool = False,
+    ) -> None:
+        self.samples = samples
+        self.collate_fn = collate_fn
+        self.skips = on_error == "skip"
+        self.dtype = dtype
+        self.channels_last = channels_last
+        self._same_size = self._size_of_all()
+        # A collate_fn gets samples; without one, pictures of one size are decoded straight into the batch.
+        self._shape = (self._same_size or samples.output_shape) if collate_fn is None else None
+        # Beside the picture, only what the index holds: no Python value per sample is needed.
+        self._pictures_only = self.direct and (
+            samples.fields is None or set(samples.others) <= {"__index__", "__label__"}
+        )
+
+    @property
+    def direct(self) -> bool:
+        """Whether pictures are decoded straight into the batch."""
+        return self._shape is not None
+
+    def _size_of_all(self) -> tuple[int, int, int] | None:
+        """(3, H, W) if the pictures are taken as they are, and the index says all are of one size."""
+        samples = self.samples
+        whole = samples.transform is None or samples.transform == Identity()
+        if samples.picture is None or not whole or len(samples.source) == 0:
+            return None
+        heights, widths = samples.source.column("height"), samples.source.column("width")
+        height, width = int(heights[0]), int(widths[0])
+        if height < 1 or width < 1 or np.any(heights != height) or np.any(widths != width):
+            return None
+        return 3, height, width
+
+    def draft(self, numbers: Numbers, epoch: int, empty: Empty) -> Draft:
+        """Begin a batch of these samples."""
+        images = None
+        if self._shape is not None:
+            dtype = torch.uint8 if self.samples.normalize is None else torch.float32
+            images = empty((len(numbers), *self._shape), dtype)
+        return Draft(numbers, epoch, self.samples.reads(numbers), empty, images, [None] * len(numbers))
+
+    def runs(self, draft: Draft) -> list[tuple[int, int]]:
+        """The batch as (start, stop) pairs that are worth a worker's while each."""
+        count = len(draft.numbers)
+        length = 1
+        if self.samples.picture is not None:
+            field = self.samples.picture.split(";")[0]
+            mean = float(self.samples.source.sizes(draft.numbers, field).mean())
+            length = max(1, min(LONGEST_RUN, int(RUN_BYTES // max(mean, 1)))) if mean > 0 else 1
+        return [(start, min(start + length, count)) for start in range(0, count, length)]
+
+    def fill(self, draft: Draft, start: int, stop: int) -> None:
+        """Decode the samples from position `start` up to `stop`.
+
+        Raises:
+            SampleError: a sample cannot be made, and is not to be skipped.
+        """
+        if self._same_size is not None and self._pictures_only and self._fill_at_once(draft, start, stop):
+            return
+        for j in range(start, stop):
+            self._fill_one(draft, j)
+
+    def _fill_one(self, draft: Draft, j: int) -> None:
+        out = None if draft.images is None else draft.images[j]
+        try:
+            if out is not None and self._pictures_only:
+                self.samples.picture_into(draft.reads, j, draft.epoch, out)
+            else:
+                draft.values[j] = self.samples.sample(draft.reads, j, draft.epoch, out)
+        except SampleError as error:
+            if not self.skips or not _is_defect(error):
+                raise
+            draft.failed[j] = error
+
+    def _fill_at_once(self, draft: Draft, start: int, stop: int) -> bool:
+        """Decode a run of equal-sized pictures together; False if one is not what the index says."""
+        if draft.images is None:
+            return False
+        try:
+            datas = [self.samples.picture_bytes(draft.reads, j) for j in range(start, stop)]
+            decode_many_into(datas, draft.images[start:stop], normalize=self.samples.normalize)
+        except (PackerError, ValueError):
+            return False  # one by one, to find out which it is
+        return True
+
+    def finish(self, draft: Draft) -> Made:
+        """Put the batch together.
+
+        Raises:
+            CollateError: the samples do not fit together.
+        """
+        skipped = [draft.failed[j] for j in sorted(draft.failed)]
+        if skipped:
+            kept = [j for j in range(len(draft.numbers)) if j not in draft.failed]
+            if not kept:
+                return Made(None, skipped)
+            _compact(draft, kept)
+        return Made(self._assemble(draft), skipped)
+
+    def _assemble(self, draft: Draft) -> Any:
+        samples = self.samples
+        images = None if draft.images is None else self._layout(draft.images, draft.empty)
+        if images is not None and samples.fields is None:
+            return images, self._labels(draft)
+        if images is None and self.collate_fn is not None:
+            return self.collate_fn(draft.values)
+        if self._pictures_only:
+            known = {samples.picture: images, "__label__": self._labels(draft)}
+            known["__index__"] = torch.from_numpy(draft.numbers.astype(np.int64))
+            return {name: known[name] for name in samples.fields or ()}
+        batch = collate_into(draft.values, draft.empty)
+        if images is None:
+            return self._cast(batch, draft.empty)
+        return {name: images if name == samples.picture else batch[name] for name in samples.fields or ()}
+
+    def _labels(self, draft: Draft) -> torch.Tensor:
+        """(n,) int64"""
+        labels = self.samples.source.column("label")[draft.numbers]
+        return torch.from_numpy(labels.astype(np.int64))
+
+    def _cast(self, batch: Any, empty: Empty) -> Any:
+        """The batch of a list of samples with its picture in the asked layout."""
+        picture = self.samples.picture
+        if picture is None:
+            return batch
+        if self.samples.fields is None:
+            image, label = batch
+            return self._layout(image, empty), label
+        return {**batch, picture: self._layout(batch[picture], empty)}
+
+    def _layout(self, images: Any, empty: Empty) -> Any:
+        """Images in the dtype and memory format asked for."""
+        if not isinstance(images, torch.Tensor):
+            return images._replace(data=self._layout(images.data, empty)) if hasattr(images, "_replace") else images
+        dtype = self.dtype if images.is_floating_point() else images.dtype
+        if not self.channels_last or images.ndim != 4:
+            return images if dtype == images.dtype else empty(images.shape, dtype).copy_(images)
+        count, channels, height, width = images.shape
+        return empty((count, height, width, channels), dtype).permute(0, 3, 1, 2).copy_(images)
+
+
+def _compact(draft: Draft, kept: Sequence[int]) -> None:
+    """Close the gaps that skipped samples left."""
+    if draft.images is not None:
+        for to, j in enumerate(kept):
+            if to != j:
+                draft.images[to].copy_(draft.images[j])
+        draft.images = draft.images[: len(kept)]
+    draft.numbers = draft.numbers[list(kept)]
+    draft.values = [draft.values[j] for j in kept]
+
+
+def _is_defect(error: SampleError) -> bool:
+    """Whether the sample's own bytes are to blame: a disk that fails or memory that runs out is no reason to skip."""
+    return not isinstance(error.__cause__, OSError | MemoryError)
+
+
+__all__ = ["ABOUT", "Batches", "Draft", "Made"]

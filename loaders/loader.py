@@ -1,0 +1,399 @@
+"""The loader: an iterable of batches that knows where it stands."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loaders.batches import Batches, Made
+from loaders.dataset import field_names, numbers_of, to_affine
+from loaders.device import DeviceRun, Normalizer, map_tensors
+from loaders.engine import Run, choose_engine
+from loaders.options import EngineName, LoaderOptions, Normalize, Sampling, TargetKind
+from loaders.order import (
+    Deal,
+    Order,
+    Position,
+    RankBatches,
+    Shuffle,
+    batch_count,
+    batch_counts,
+    batches,
+    check_state,
+    make_state,
+)
+from loaders.samples import Samples
+from loaders.source import PackedSource, Source
+from packer.errors import SampleError
+
+log = logging.getLogger("loaders")
+
+
+class Loader:
+    """Batches of one split, epoch after epoch. Made by `make_loader`.
+
+    A plain iterable: each `iter()` begins the next epoch, and ends the iteration before it. What is random
+    follows from seed and epoch alone. `len(loader)` is the number of batches of a whole epoch on this rank.
+
+    Attributes:
+        source: where the samples are.
+        options: what was asked for.
+        skipped: the samples left out of this epoch under `on_error="skip"`, as errors that say why.
+
+    Example:
+        >>> with make_loader("out/", batch_size=256) as loader:             # doctest: +SKIP
+        ...     for images, labels in loader:
+        ...         train_step(images, labels)
+        ...     torch.save(loader.state_dict(), "loader.pt")
+    """
+
+    def __init__(self, source: Source, options: LoaderOptions) -> None:
+        self.source = source
+        self.options = options
+        self.skipped: list[SampleError] = []
+        self._recipe = _recipe(source, options)
+        self._order = _order(source, options)
+        self._pin = _pin(options)
+        self._engine = choose_engine(options, self._recipe, self._pin)
+        self._next = Position(0, 0)
+        self._progress: _Progress | None = None
+        self._iteration: weakref.ref[Iteration] | None = None
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Class names by label, or None."""
+        return self.source.classes
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch on each rank."""
+        return self.options.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, or between two epochs the one that comes next."""
+        return self._next.epoch if self._progress is None else self._progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next `iter()` begin this epoch; a position loaded within this very epoch is kept."""
+        if epoch != self._next.epoch:
+            self._next = Position(epoch, 0)
+            if self._running() is None:
+                self._progress = None
+
+    def __len__(self) -> int:
+        return batch_count(self._order, self._deal())
+
+    def __iter__(self) -> Iteration:
+        running = self._running()
+        if running is not None:
+            running.close()
+        epoch, consumed = self._next
+        mine = batches(self._order, self._deal(), epoch, consumed)
+        self.skipped = []
+        self._progress = _Progress(epoch, mine)
+        self._next = Position(epoch + 1, 0)
+        iteration = Iteration(self, self._run(epoch, mine), self._progress)
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    def _running(self) -> Iteration | None:
+        return None if self._iteration is None else self._iteration()
+
+    def _run(self, epoch: int, mine: RankBatches) -> Run:
+        run: Run = self._engine.run(epoch, mine)
+        device = self.options.on_device
+        if device is None:
+            return run
+        normalize, mean_std = None, self.options.mean_and_std
+        if mean_std is not None and self._recipe.samples.normalize is None:
+            normalize = Normalizer(*mean_std, device, self.options.dtype, self.options.channels_last)
+        return DeviceRun(run, device, normalize, self._recipe.samples.picture)
+
+    def _deal(self) -> Deal:
+        """This rank's part, asked for anew each time: the process group may be made after the loader."""
+        options = self.options
+        rank, world_size = options.rank, options.world_size
+        if rank is None or world_size is None:
+            rank, world_size = 0, 1
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        tail: Literal["drop", "exact", "pad"] = "drop" if options.drop_last else "pad" if options.shuffle else "exact"
+        return Deal(options.batch_size, rank, world_size, tail)
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Where the loader stands, the same on every rank: what was handed out counts, not what was prefetched.
+
+        Plain numbers and text. It fits any number of workers, ranks and, except with buckets, any batch size.
+        """
+        deal, progress = self._deal(), self._progress
+        epoch, consumed = self._next if progress is None else (progress.epoch, progress.consumed)
+        if max(batch_counts(self._order, deal, consumed), default=0) == 0:
+            epoch, consumed = epoch + 1, 0
+        return make_state(self._order, deal, epoch, consumed)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next `iter()` go on where a loader stood.
+
+        Raises:
+            StateError: the state is of another dataset, seed or order.
+        """
+        position = check_state(self._order, self._deal(), state)
+        running = self._running()
+        if running is not None:
+            running.close()
+        self._next, self._progress = position, None
+
+    def close(self) -> None:
+        """Stop all workers and close all files. A later `iter()` starts anew."""
+        running = self._running()
+        if running is not None:
+            running.close()
+        self._engine.close()
+        self.source.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_restore, (self.source, self.options, self.state_dict()))
+
+    def __repr__(self) -> str:
+        return f"Loader({len(self.source)} samples, {len(self)} batches of {self.batch_size}, epoch {self.epoch})"
+
+
+def _restore(source: Source, options: LoaderOptions, state: Mapping[str, Any]) -> Loader:
+    loader = Loader(source, options)
+    loader.load_state_dict(state)
+    return loader
+
+
+class _Progress:
+    """How much of an epoch was handed out."""
+
+    def __init__(self, epoch: int, mine: RankBatches) -> None:
+        self.epoch = epoch
+        self.mine = mine
+        self.given = 0
+
+    @property
+    def consumed(self) -> int:
+        """Samples that all ranks have had."""
+        return self.mine.consumed_after(self.given)
+
+
+class Iteration:
+    """One epoch under way: an iterator of batches. Dropping it stops the workers."""
+
+    def __init__(self, loader: Loader, run: Run, progress: _Progress) -> None:
+        self._loader = loader  # keeps the engine while only the iterator is held
+        self._run = run
+        self._progress = progress
+
+    def __iter__(self) -> Iteration:
+        return self
+
+    def __length_hint__(self) -> int:
+        return len(self._progress.mine) - self._progress.given
+
+    def __next__(self) -> Any:
+        try:
+            made = next(self._run)
+        except StopIteration:
+            if self._loader._progress is self._progress:
+                self._loader._progress = None
+            raise
+        if made.skipped:
+            self._count(made)
+        self._progress.given += 1
+        batch = made.batch
+        if self._loader._pin and self._loader.options.on_device is None:
+            batch = map_tensors(_pinned, batch)
+        transform = self._loader.options.batch_transform
+        return batch if transform is None else transform(batch)
+
+    def _count(self, made: Made) -> None:
+        """Keep account of skipped samples.
+
+        Raises:
+            SampleError: they are too many, or nothing is left of the batch.
+        """
+        loader, limit = self._loader, self._loader.options.max_skipped
+        for error in made.skipped:
+            log.warning("skipped: %s", error)
+        loader.skipped += made.skipped
+        last = made.skipped[-1]
+        if len(loader.skipped) > limit or made.batch is None:
+            self.close()
+            why = "no sample of a batch is left" if made.batch is None else f"max_skipped={limit}"
+            raise SampleError(f"{len(loader.skipped)} samples skipped ({why}); the last: {last}", last.key, last.number)
+
+    def close(self) -> None:
+        """Stop at once."""
+        self._run.close()
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+
+def _pin(options: LoaderOptions) -> bool:
+    """Whether batches are made in page-locked memory."""
+    if options.pin_memory != "auto":
+        return options.pin_memory
+    device = options.on_device
+    return torch.cuda.is_available() and (options.device is None or (device is not None and device.type == "cuda"))
+
+
+def _recipe(source: Source, options: LoaderOptions) -> Batches:
+    """How samples and batches are made; what the device will do is left to it."""
+
+    def with_normalize(mean_std: tuple[Sequence[float], Sequence[float]] | None) -> Batches:
+        samples = Samples(
+            source, fields=options.fields, transform=options.transform, normalize=to_affine(mean_std),
+            targets=options.targets, seed=options.seed,
+        )
+        return Batches(
+            samples, collate_fn=options.collate_fn, on_error=options.on_error, dtype=options.dtype,
+            channels_last=options.channels_last,
+        )
+
+    if options.on_device is not None:
+        recipe = with_normalize(None)
+        if recipe.direct:
+            return recipe
+    return with_normalize(options.mean_and_std)
+
+
+def _order(source: Source, options: LoaderOptions) -> Order:
+    sampling, window = options.sampling, options.shuffle == "window"
+    return Order(
+        samples=len(source),
+        seed=options.seed,
+        shuffle=options.shuffle,
+        subset=numbers_of(options.subset, source),
+        shards=source.column("shard") if window else None,
+        window_shards=sampling.window_shards,
+        labels=source.column("label") if sampling.balance else None,
+        weights=None if sampling.weights is None else np.asarray(sampling.weights, np.float64),
+        epoch_samples=sampling.epoch_samples,
+        heights=source.column("height") if sampling.bucket else None,
+        widths=source.column("width") if sampling.bucket else None,
+    )
+
+
+def make_loader(
+    path: str | os.PathLike[str],
+    *,
+    split: str = "train",
+    batch_size: int = 64,
+    transform: Callable[..., Any] | None = None,
+    normalize: Normalize = None,
+    device: str | torch.device | None = None,
+    shuffle: Shuffle | None = None,
+    seed: int = 0,
+    drop_last: bool | None = None,
+    num_workers: int | Literal["auto"] = "auto",
+    engine: EngineName = "auto",
+    prefetch: int | None = None,
+    pin_memory: bool | Literal["auto"] = "auto",
+    preload: str | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    fields: Sequence[str] | str | None = None,
+    on_error: Literal["raise", "skip"] = "raise",
+    rank: int | None = None,
+    world_size: int | None = None,
+    subset: str | npt.ArrayLike | Sequence[str] | None = None,
+    targets: Mapping[str, TargetKind] | None = None,
+    sampling: Sampling | None = None,
+    batch_transform: Callable[[Any], Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+    max_skipped: int = 100,
+    start_method: str | None = None,
+    threads_per_worker: int = 1,
+    memory_budget: int | None = None,
+) -> Loader:
+    """A loader of one split of a packed dataset.
+
+    Args:
+        path: the packed folder.
+        split: name of the split.
+        batch_size: samples per batch, on each rank.
+        transform: `TrainCrop`, `EvalCrop`, … of `loaders.transforms` (decode no more than they need), or any
+            callable that takes a PIL image or a uint8 tensor. None: pictures keep their size.
+        normalize: "imagenet" or (mean, std) gives float images; None or False uint8.
+        device: None leaves batches on the CPU. "cuda": they arrive there, copied while the step before runs.
+            With a device ("cpu" too) images are normalised, ImageNet's way unless `normalize` says otherwise.
+        shuffle: True, False, or "window" (see `loaders.order.Order`); None: in the split `train` only.
+        seed: decides, with the epoch, order and crops.
+        drop_last: leave out the last, smaller batch. Otherwise, over several ranks, training repeats up to
+            `world_size - 1` samples so that all ranks have the same number of batches, and
+            evaluation (`shuffle=False`) gives every sample exactly once.
+        num_workers: threads or processes; "auto": one per CPU, shared among the ranks of this machine. 0: none.
+        engine: "thread", "process", or "auto": threads unless `transform` or `collate_fn` come from elsewhere.
+        prefetch: batches made ahead; None: 3 with threads, 2 per process.
+        pin_memory: page-locked batches; "auto": where there is a GPU.
+        preload: "memory" reads all shards into memory first, "decoded" decodes all pictures into memory,
+            "shm" (or "shm:FOLDER") stages the shards there and removes them at exit.
+        collate_fn: makes a batch of a list of samples; None: `loaders.pad_collate`.
+        fields: None for `(images, labels)`. Otherwise what the dict of a batch holds: field names,
+            alternatives ("jpg;png"), "__key__", "__path__", "__index__", "__label__".
+        on_error: "skip" leaves out samples whose bytes are bad, and keeps account in `loader.skipped`.
+        rank: this process among `world_size`; None: as torch.distributed says when the epoch begins.
+        world_size: see `rank`.
+        subset: sample numbers, a mask, keys, or a fold: "2/5", or "-2/5" for all but it.
+        targets: how fields beside the picture are read: "mask", "yolo", "xyxy" (these follow the picture's crop),
+            or "image".
+        sampling: class-balanced, weighted, bucketed or longer epochs.
+        batch_transform: called with each batch on its device, for MixUp and the like.
+        dtype: of normalised images: float32, float16 or bfloat16.
+        channels_last: memory format of image batches.
+        max_skipped: more skipped samples in an epoch than this are an error.
+        start_method: of worker processes: "fork", "forkserver", "spawn"; None: multiprocessing's own.
+        threads_per_worker: threads in each worker process.
+        memory_budget: bytes that `preload` may take; None: four fifths of what is free.
+
+    Returns:
+        An iterable of `(images, labels)`: uint8 (B, 3, H, W), or normalised `dtype`, and int64 (B,), −1 where a
+        sample has no label. Pictures that keep their different sizes come as `Padded`. With `fields`, a dict.
+
+    Raises:
+        ManifestError: no complete dataset there, or no such split.
+        UsageError: an option that cannot be meant.
+        SampleError: while iterating, a sample that cannot be read, decoded or transformed: shard, key and cause.
+        WorkerDiedError: while iterating, a worker process that was killed.
+
+    Example:
+        >>> from loaders.transforms import TrainCrop
+        >>> loader = make_loader("out/", batch_size=256, transform=TrainCrop(224))      # doctest: +SKIP
+        >>> images, labels = next(iter(loader))                                         # doctest: +SKIP
+        >>> images.shape, images.dtype                                                  # doctest: +SKIP
+        (torch.Size([256, 3, 224, 224]), torch.uint8)
+    """
+    options = LoaderOptions(
+        batch_size=batch_size, transform=transform, normalize=normalize, device=device,
+        shuffle=split == "train" if shuffle is None else shuffle, seed=seed, drop_last=bool(drop_last),
+        num_workers=num_workers, engine=engine, prefetch=prefetch, pin_memory=pin_memory, preload=preload,
+        collate_fn=collate_fn, fields=field_names(fields), on_error=on_error, rank=rank, world_size=world_size,
+        subset=subset, targets=targets or {}, sampling=sampling or Sampling(), batch_transform=batch_transform,
+        dtype=dtype, channels_last=channels_last, max_skipped=max_skipped, start_method=start_method,
+        threads_per_worker=threads_per_worker, memory_budget=memory_budget,
+    )
+    return Loader(PackedSource(path, split), options)
+
+
+__all__ = ["Iteration", "Loader", "make_loader"]

@@ -1,0 +1,185 @@
+"""What a loader is asked for: one frozen record, checked when it is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy.typing as npt
+import torch
+
+from loaders.order import Shuffle
+from packer.errors import UsageError
+
+Normalize: TypeAlias = Literal["imagenet", False] | tuple[Sequence[float], Sequence[float]] | None
+EngineName: TypeAlias = Literal["auto", "thread", "process"]
+TargetKind: TypeAlias = Literal["mask", "yolo", "xyxy", "image"]
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+ENGINES = ("auto", "thread", "process")
+PRELOADS = ("memory", "decoded", "shm")
+TARGETS = ("mask", "yolo", "xyxy", "image")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """Which samples make an epoch, where it is not simply all of them once. See `loaders.order.Order`.
+
+    Attributes:
+        balance: draw every class equally often, by the index's labels.
+        weights: (samples,) draw each sample in proportion; with several datasets, one weight for each of them.
+        epoch_samples: samples in an epoch over all ranks; None: as many as there are.
+        bucket: batches of images of like size, by the index's heights and widths: less padding.
+        window_shards: for `shuffle="window"`, how many shards are mixed at a time.
+
+    Raises:
+        UsageError: balance and weights together.
+    """
+
+    balance: bool = False
+    weights: npt.ArrayLike | None = None
+    epoch_samples: int | None = None
+    bucket: bool = False
+    window_shards: int = 8
+
+    def __post_init__(self) -> None:
+        if self.balance and self.weights is not None:
+            raise UsageError("balance and weights are two answers to one question; give one of them")
+
+
+@dataclass(frozen=True, eq=False)
+class LoaderOptions:
+    """All options of `make_loader`, which documents them.
+
+    Raises:
+        UsageError: a value that cannot be meant; the message names the option and what it takes.
+    """
+
+    batch_size: int = 64
+    transform: Callable[..., Any] | None = None
+    normalize: Normalize = None
+    device: str | torch.device | None = None
+    shuffle: Shuffle = True
+    seed: int = 0
+    drop_last: bool = False
+    num_workers: int | Literal["auto"] = "auto"
+    engine: EngineName = "auto"
+    prefetch: int | None = None
+    pin_memory: bool | Literal["auto"] = "auto"
+    preload: str | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    fields: tuple[str, ...] | None = None
+    on_error: Literal["raise", "skip"] = "raise"
+    rank: int | None = None
+    world_size: int | None = None
+    subset: str | npt.ArrayLike | Sequence[str] | None = None
+    targets: Mapping[str, TargetKind] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
+    batch_transform: Callable[[Any], Any] | None = None
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+    max_skipped: int = 100
+    start_method: str | None = None
+    threads_per_worker: int = 1
+    memory_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("batch_size", self.batch_size, 1)
+        _at_least("threads_per_worker", self.threads_per_worker, 1)
+        _at_least("max_skipped", self.max_skipped, 0)
+        if self.prefetch is not None:
+            _at_least("prefetch", self.prefetch, 1)
+        if self.num_workers != "auto":
+            _at_least("num_workers", self.num_workers, 0, "or 'auto'")
+        _one_of("engine", self.engine, ENGINES)
+        _one_of("on_error", self.on_error, ("raise", "skip"))
+        _one_of("shuffle", self.shuffle, (True, False, "window"))
+        _one_of("pin_memory", self.pin_memory, (True, False, "auto"))
+        _one_of("dtype", self.dtype, DTYPES)
+        for name, kind in self.targets.items():
+            _one_of(f"targets[{name!r}]", kind, TARGETS)
+        if self.preload is not None and self.preload.partition(":")[0] not in PRELOADS:
+            raise UsageError(f"preload must be one of {', '.join(PRELOADS)}, or 'shm:FOLDER', got {self.preload!r}")
+        for name in ("transform", "collate_fn", "batch_transform"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise UsageError(f"{name} must be callable, got {type(value).__name__}")
+        if (self.rank is None) != (self.world_size is None):
+            raise UsageError("rank and world_size go together: give both, or neither to ask torch.distributed")
+        mean_and_std(self.normalize)
+
+    @property
+    def on_device(self) -> torch.device | None:
+        """The device that batches are moved to, or None where they stay on the CPU."""
+        device = None if self.device is None else torch.device(self.device)
+        return None if device is None or device.type == "cpu" else device
+
+    @property
+    def mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Mean and standard deviation of the pixels / 255 per channel; None: batches stay uint8.
+
+        A device asks for what a network eats, so it implies ImageNet's unless `normalize` says otherwise.
+        """
+        return mean_and_std("imagenet" if self.normalize is None and self.device is not None else self.normalize)
+
+    @property
+    def image_dtype(self) -> torch.dtype:
+        """The dtype that image batches have in the end."""
+        return torch.uint8 if self.mean_and_std is None else self.dtype
+
+
+def mean_and_std(normalize: Normalize) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """(mean, std), three numbers each, from what the option `normalize` takes.
+
+    Raises:
+        UsageError: neither "imagenet", False, None nor two triples, or a std that is not positive.
+    """
+    if normalize is None or normalize is False:
+        return None
+    wrong = UsageError(f"normalize must be 'imagenet', False or (mean, std) of three numbers each, got {normalize!r}")
+    if normalize == "imagenet":
+        return IMAGENET
+    try:
+        mean, std = (tuple(float(value) for value in part) for part in normalize)
+    except (TypeError, ValueError) as error:
+        raise wrong from error
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise wrong
+    return mean, std
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use: its affinity, limited by the control group's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    else:
+        cpus = os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as f:
+            quota, period = f.read().split()
+        if quota != "max":
+            cpus = min(cpus, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass  # no control group, or not version 2: the affinity is what we know
+    return cpus
+
+
+def workers_for(num_workers: int | Literal["auto"]) -> int:
+    """The number of workers meant: "auto" is one per CPU, shared among the ranks on this machine."""
+    if num_workers != "auto":
+        return num_workers
+    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, available_cpus() // max(1, int(ranks_here) if ranks_here.isdigit() else 1))
+
+
+def _at_least(name: str, value: Any, least: int, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name} must be an integer of at least {least}{' ' + also if also else ''}, got {value!r}")
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    # By identity of type too: 1 is not True here.
+    if not any(value == choice and type(value) is type(choice) for choice in allowed):
+        raise UsageError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

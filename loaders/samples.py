@@ -1,0 +1,281 @@
+"""One sample: read, decoded, transformed. The same values in any engine, worker, rank or resume."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from loaders.arrange import mix
+from loaders.decode import Affine, decode_image, image_size
+from loaders.fields import Buffer, check_readable, decode_field
+from loaders.geometry import Crop, apply_to_boxes, apply_to_mask
+from loaders.options import TargetKind
+from loaders.order import Numbers
+from loaders.source import Fetch, Source, picture_fields
+from loaders.transforms import Identity, Transform, adapt, sample_rng
+from packer.errors import BadImageError, PackerError, SampleError, ShardError, UsageError
+from packer.sample import is_image_field
+
+#: Fields that no file holds: the key, the original path, the sample's number, its class.
+ABOUT = ("__key__", "__path__", "__index__", "__label__")
+
+_MASK_PREFIXES = ("mask", "seg", "segmentation", "object", "label", "annotation", "target")
+
+
+def is_ours(transform: Callable[..., Any] | None) -> bool:
+    """Whether a transform works from the encoded bytes with a generator of its own (see `loaders.transforms`)."""
+    return transform is None or all(hasattr(transform, name) for name in ("into", "box", "output_shape"))
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Readers of some samples' fields, made at once for a whole batch."""
+
+    numbers: list[int]
+    fetch: Mapping[str, Sequence[Fetch]]
+
+    def read(self, name: str, j: int) -> Buffer | None:
+        """The bytes of the j-th sample: of the first alternative of `a;b` that it has."""
+        for fetch in self.fetch[name]:
+            data = fetch(j)
+            if data is not None:
+                return data
+        return None
+
+
+class Samples:
+    """The samples of a source as values. Picklable, and safe in threads if the transform is ours.
+
+    Args:
+        source: where the bytes are.
+        fields: what a sample consists of: field names, alternatives (`jpg;png`) and `ABOUT`. None
+            for (image, label).
+        transform: ours, or any callable that takes a PIL image or a uint8 tensor.
+        normalize: (scale, bias) for the picture, or None to leave it uint8.
+        targets: for fields beside the picture: `mask` (nearest neighbour, the picture's crop),
+            `yolo` or `xyxy` (boxes as text, the picture's crop), `image`. Image fields named like
+            a mask (`mask.png`, `seg.png`) are masks without being listed.
+        seed: decides, with epoch and sample number, all that is random.
+
+    Raises:
+        UsageError: a field that the source lacks, or a pickle.
+    """
+
+    def __init__(
+        self, source: Source, *, fields: Sequence[str] | None = None, transform: Callable[..., Any] | None = None,
+        normalize: Affine | None = None, targets: Mapping[str, TargetKind] | None = None, seed: int = 0,
+    ) -> None:
+        self.source = source
+        self.fields = None if fields is None else tuple(fields)
+        self.transform = transform
+        self.normalize = normalize
+        self.seed = seed
+        self.ours = is_ours(transform)
+        self._crop = cast(Transform, Identity() if transform is None else transform) if self.ours else None
+        self._adapted = None if self.ours else adapt(cast(Callable[..., Any], transform))
+        self.picture = self._picture()
+        self.targets = self._target_kinds(targets or {})
+        self.others = tuple(name for name in self.fields or () if name != self.picture)
+
+    # ------------------------------------------------------------ what is asked for
+
+    def _picture(self) -> str | None:
+        """The field that the transform applies to: the first image field asked for."""
+        if self.fields is None:
+            found = picture_fields(self.source)
+            if not found:
+                raise UsageError(
+                    f"the dataset has no pictures (its fields: {', '.join(self.source.fields)}); "
+                    "say what a sample consists of with fields=(…)"
+                )
+            return ";".join(found)
+        for name in self.fields:
+            if name not in ABOUT:
+                for part in name.split(";"):
+                    self._check_field(part)
+        pictures = set(picture_fields(self.source))
+        return next((name for name in self.fields if pictures & set(name.split(";"))), None)
+
+    def _check_field(self, name: str) -> None:
+        if name not in self.source.fields:
+            known = ", ".join((*self.source.fields, *ABOUT))
+            raise UsageError(f"the dataset has no field {name!r}; it has: {known}")
+        check_readable(name)
+
+    def _target_kinds(self, given: Mapping[str, TargetKind]) -> dict[str, TargetKind]:
+        for name in given:
+            if name not in (self.fields or ()):
+                raise UsageError(f"targets names {name!r}, which is not among fields={self.fields}")
+        kinds = dict(given)
+        for name in self.fields or ():
+            if name != self.picture and name not in ABOUT and is_image_field(name):
+                prefix = name.split(".", 1)[0]
+                kinds.setdefault(name, "mask" if "." in name and prefix in _MASK_PREFIXES else "image")
+        return kinds
+
+    @property
+    def output_shape(self) -> tuple[int, int, int] | None:
+        """(3, height, width) where the transform makes all pictures the same size."""
+        return None if self._crop is None or self.picture is None else self._crop.output_shape
+
+    # ------------------------------------------------------------ reading
+
+    def reads(self, numbers: Numbers) -> Reads:
+        """Readers of everything that these samples need."""
+        names = [name for name in (self.picture, *self.others) if name is not None and name not in ABOUT]
+        fetch = {name: [self.source.fetcher(numbers, part) for part in name.split(";")] for name in names}
+        return Reads(numbers.tolist(), fetch)
+
+    def picture_bytes(self, reads: Reads, j: int) -> Buffer:
+        """The encoded picture of the j-th sample."""
+        picture = cast(str, self.picture)
+        data = reads.read(picture, j)
+        if data is None:
+            raise BadImageError(f"the sample has no field {picture!r}")
+        return data
+
+    def sample(self, reads: Reads, j: int, epoch: int, out: torch.Tensor | None = None) -> Any:
+        """The j-th sample: (image, label), or a dict by field.
+
+        Args:
+            reads: from `reads`.
+            j: position within it.
+            epoch: decides, with seed and number, the random crop.
+            out: where the picture goes, (3, H, W) uint8 or, normalised, float32; it is then absent
+                from the result. Only with a transform of ours that has an `output_shape`.
+
+        Raises:
+            SampleError: it cannot be read or decoded; names shard, key and field; the cause is chained.
+        """
+        number, name = reads.numbers[j], self.picture or ""
+        try:
+            image, crop, data = self._image(reads, j, epoch, out)
+            if self.fields is None:
+                return None if out is not None else (image, int(self.source.column("label")[number]))
+            values: dict[str, Any] = {}
+            for name in self.fields:
+                if name == self.picture:
+                    if out is None:
+                        values[name] = image
+                elif name in ABOUT:
+                    values[name] = self._about(name, number)
+                else:
+                    values[name] = self._value(name, reads, j, crop, data)
+            return values
+        except Exception as error:
+            raise self._error(number, name, error) from error
+
+    def picture_into(self, reads: Reads, j: int, epoch: int, out: torch.Tensor) -> None:
+        """`sample` where only the picture is wanted: nothing but the decoder costs time."""
+        try:
+            number = reads.numbers[j]
+            self._crop.into(  # type: ignore[union-attr] # only called when ours
+                self.picture_bytes(reads, j), out, sample_rng(self.seed, epoch, number), normalize=self.normalize
+            )
+        except Exception as error:
+            raise self._error(reads.numbers[j], self.picture or "", error) from error
+
+    def _error(self, number: int, name: str, error: Exception) -> SampleError:
+        if isinstance(error, ShardError):  # it names the place already
+            return SampleError(str(error), self.source.key(number), number)
+        field = next((part for part in name.split(";") if part in self.source.fields), name)
+        text = str(error) if isinstance(error, PackerError) else f"{type(error).__name__}: {error}"
+        return SampleError(self.source.complain(number, field, text), self.source.key(number), number)
+
+    # ------------------------------------------------------------ the picture
+
+    def _image(
+        self, reads: Reads, j: int, epoch: int, out: torch.Tensor | None
+    ) -> tuple[Any, Crop | None, Buffer | None]:
+        """(image, its crop, its bytes); all None where no picture is asked for."""
+        if self.picture is None:
+            return None, None, None
+        data, number = self.picture_bytes(reads, j), reads.numbers[j]
+        if self._crop is None:
+            with _seeded(self.seed, epoch, number):
+                return self._normalized(cast(Any, self._adapted)(data)), None, data
+        rng = sample_rng(self.seed, epoch, number)
+        shape = self._crop.output_shape
+        if shape is None:
+            return self._normalized(self._crop(data, rng)), None, data
+        if out is None:
+            out = torch.empty(shape, dtype=torch.uint8 if self.normalize is None else torch.float32)
+        return out, self._crop.into(data, out, rng, normalize=self.normalize), data
+
+    def _normalized(self, image: Any) -> Any:
+        if self.normalize is None:
+            return image
+        if not isinstance(image, torch.Tensor) or image.dtype != torch.uint8:
+            got = f"a {image.dtype} tensor" if isinstance(image, torch.Tensor) else type(image).__name__
+            raise UsageError(
+                f"normalize works on uint8 pixels, the transform gives {got}: pass normalize=None (or False) "
+                "and normalise in the transform, or let the transform end with uint8"
+            )
+        scale, bias = self.normalize
+        return image * scale + bias
+
+    # ------------------------------------------------------------ everything else
+
+    def _about(self, name: str, number: int) -> Any:
+        if name == "__key__":
+            return self.source.key(number)
+        if name == "__index__":
+            return number
+        if name == "__label__":
+            return int(self.source.column("label")[number])
+        fields = (self.picture or self.source.fields[0]).split(";")
+        return next((path for path in (self.source.path(number, field) for field in fields) if path), "")
+
+    def _value(self, name: str, reads: Reads, j: int, crop: Crop | None, picture: Buffer | None) -> Any:
+        data = reads.read(name, j)
+        kind = self.targets.get(name)
+        if data is None:
+            return None
+        if kind is None:
+            return decode_field(name.split(";")[0], data)
+        if kind == "image":
+            return torch.from_numpy(decode_image(data)).permute(2, 0, 1)
+        shape = None if crop is None else cast(Transform, self._crop).output_shape
+        if kind == "mask":
+            mask = decode_image(data, mode=None)
+            mask = mask[..., 0] if mask.ndim == 3 and mask.shape[-1] == 1 else mask
+            return mask if crop is None or shape is None else apply_to_mask(mask, crop, shape[1:])
+        boxes = parse_boxes(data)
+        if crop is None or shape is None:
+            return boxes
+        size = image_size(cast(Buffer, picture), orient=bool(getattr(self._crop, "orient", False)))
+        return apply_to_boxes(boxes, crop, image_size=size, size=shape[1:], layout=kind)[0]
+
+
+def parse_boxes(data: Buffer) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Boxes as label files hold them, one a line: class and four numbers → (N, 5) float32.
+
+    >>> parse_boxes(b"0 0.5 0.5 0.2 0.1").shape, parse_boxes(b"").shape
+    ((1, 5), (0, 5))
+    """
+    rows = [line.split() for line in bytes(data).decode("ascii").splitlines() if line.strip()]
+    if any(len(row) < 5 for row in rows):
+        raise ValueError("a line of boxes needs five numbers: class and four coordinates")
+    return np.array([row[:5] for row in rows], np.float32).reshape(len(rows), 5)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, epoch: int, number: int) -> Iterator[None]:
+    """The global generators as this sample has them in this epoch; afterwards as they were."""
+    word = mix(mix(mix(seed) ^ epoch) ^ number)
+    python, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(word)
+    np.random.seed(word & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(word >> 1)  # torch.manual_seed would also queue a seed for each GPU
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
