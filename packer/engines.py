@@ -86,6 +86,17 @@ class LocalProcesses:
             _stop(pool)
 
 
+def local_engine(workers: int | None, tasks: int) -> Engine:
+    """The engine for so many tasks on this machine: this process alone where one worker is enough.
+
+    Args:
+        workers: number of processes; None takes one per CPU that may be used.
+        tasks: how many there are; there are never more workers.
+    """
+    workers = min(workers or cpu_count(), tasks)
+    return LocalProcesses(workers) if workers > 1 else InProcess()
+
+
 def _start_method() -> str:
     """Forking is quick and safe as long as this process has one thread; otherwise start afresh."""
     return "fork" if sys.platform.startswith("linux") and threading.active_count() == 1 else "spawn"

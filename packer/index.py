@@ -22,6 +22,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from tokenize import TokenError
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,10 @@ Rows = npt.NDArray[np.void]
 
 _MAGIC = b"PKNAMES1"
 _MAX_HEADER = 1 << 20  # numpy's own 10,000 characters hold some 100 fields
+
+# Besides its own ValueError, numpy lets through what a damaged header makes Python's parser raise.
+_NUMPY_RAISES = (OSError, ValueError, EOFError, TypeError, LookupError, AttributeError, SyntaxError, RecursionError,
+                 OverflowError, MemoryError, BadZipFile, TokenError)  # fmt: skip
 
 
 def row_dtype(fields: Sequence[str], extra: Sequence[str] = ()) -> np.dtype[np.void]:
@@ -65,28 +71,32 @@ def load_rows(path: str, samples: int, fields: Sequence[str]) -> Rows:
     shared between processes.
 
     Raises:
-        ManifestError: not an index, or for another number of samples, or lacking a column.
+        ManifestError: not an index, or for another number of samples, or without a column that it must have.
     """
-    try:
-        rows: Rows = np.load(path, mmap_mode="r", allow_pickle=False, max_header_size=_MAX_HEADER)
-    except FileNotFoundError as error:
-        raise ManifestError(f"{path} is missing; run 'packer index' on the folder to rebuild it") from error
-    except (OSError, ValueError, EOFError) as error:
-        if samples == 0 and os.path.exists(path):  # an empty file cannot be memory-mapped
-            rows = np.load(path, allow_pickle=False, max_header_size=_MAX_HEADER)
-        else:
-            raise ManifestError(
-                f"{path} is not a readable index ({error}); run 'packer index' to rebuild it"
-            ) from error
+    rows = _open_array(path, mapped=samples > 0)  # an empty array cannot be memory-mapped
     if rows.ndim != 1 or rows.dtype.names is None:
         raise ManifestError(f"{path} is not an index: it holds an array of shape {rows.shape}, type {rows.dtype}")
-    missing = [name for name in row_dtype(fields).names or () if name not in rows.dtype.names]
-    if missing:
-        raise ManifestError(f"{path} lacks the column {missing[0]!r}; run 'packer index' to rebuild it")
+    needed = row_dtype(fields)
+    for name in needed.names or ():
+        if name not in rows.dtype.names or rows.dtype[name] != needed[name]:
+            raise ManifestError(f"{path} lacks the column {name!r} ({needed[name]}); run 'packer index' to rebuild it")
     if len(rows) != samples:
         raise ManifestError(
             f"{path} has {len(rows)} rows, dataset.json says {samples} samples; run 'packer index' to rebuild it"
         )
+    return rows
+
+
+def _open_array(path: str, *, mapped: bool) -> Rows:
+    try:
+        if not os.path.isfile(path):
+            raise ManifestError(f"{path} is missing; run 'packer index' on the folder to rebuild it")
+        rows = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False, max_header_size=_MAX_HEADER)
+    except _NUMPY_RAISES as error:
+        raise ManifestError(f"{path} is not a readable index ({error}); run 'packer index' to rebuild it") from error
+    if not isinstance(rows, np.ndarray):
+        rows.close()
+        raise ManifestError(f"{path} is not an index but an archive of arrays; run 'packer index' to rebuild it")
     return rows
 
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from crc32c import crc32c
+
 from packer.errors import ManifestError
+from packer.sample import bad_fields
 from packer.storage import write_json
 
 FILE = "dataset.json"
 VERSION = 1
+
+#: Half a million shards fit; more is an attack on memory.
+MAX_BYTES = 64 << 20
 
 # A shard's name is joined to the dataset's folder: one component, nothing that climbs or hides.
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][^/\\\x00]*")
@@ -98,7 +105,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The value that `dataset.json` holds."""
-        return {
+        value = {
             "packer": VERSION,
             "format": self.format,
             "fields": list(self.fields),
@@ -118,6 +125,7 @@ class Manifest:
             "fingerprint": self.fingerprint,
             "sidecars": {name: dict(facts) for name, facts in self.sidecars.items()},
         }
+        return value | {"crc32c": checksum(value)}
 
     def save(self, folder: str) -> None:
         """Write `dataset.json` atomically. Call it last: it declares the folder complete."""
@@ -132,8 +140,7 @@ class Manifest:
         """
         path = os.path.join(folder, FILE)
         try:
-            with open(path, encoding="utf-8") as f:
-                value = json.load(f)
+            value = read_json(path)
         except FileNotFoundError as error:
             raise ManifestError(_why_missing(folder)) from error
         except (OSError, ValueError, RecursionError) as error:
@@ -167,16 +174,54 @@ class Manifest:
             classes = value.get("classes")
             return Manifest(
                 format=str(value["format"]),
-                fields=tuple(str(name) for name in value["fields"]),
+                fields=_field_names(value["fields"]),
                 splits=splits,
                 classes=None if classes is None else tuple(str(name) for name in classes),
                 source=dict(value.get("source", {})),
                 options=dict(value.get("options", {})),
                 fingerprint=str(value.get("fingerprint", "")),
-                sidecars=dict(value.get("sidecars", {})),
+                sidecars={
+                    name: {"bytes": int(facts["bytes"]), "crc32c": int(facts["crc32c"])}
+                    for name, facts in value.get("sidecars", {}).items()
+                },
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ManifestError(f"{path} is not a complete manifest: {type(error).__name__} {error}") from error
+
+
+def checksum(value: Mapping[str, Any]) -> int:
+    """crc32c of what a parsed `dataset.json` says, whatever its layout, its own `crc32c` entry left out.
+
+    Only `packer verify` compares it: who edits the file by hand (to rename a class) may go on using it.
+    """
+    said = {name: entry for name, entry in value.items() if name != "crc32c"}
+    return int(crc32c(json.dumps(said, sort_keys=True, separators=(",", ":")).encode("ascii")))
+
+
+def read_json(path: str) -> Any:
+    """Parse a JSON file of at most `MAX_BYTES`; a pipe in its place does not block.
+
+    Raises:
+        OSError, ValueError, RecursionError: it cannot be read, or is not JSON.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as f:
+        facts = os.fstat(f.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError("not a regular file")
+        if facts.st_size > MAX_BYTES:
+            raise ValueError(f"{facts.st_size} bytes; the limit is {MAX_BYTES}")
+        return json.loads(f.read(MAX_BYTES))
+
+
+def _field_names(value: Any) -> tuple[str, ...]:
+    names = tuple(value)
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError("'fields' is not a list of names")
+    if bad := bad_fields(names):
+        raise ValueError(f"{bad[0]!r} cannot be a field's name")
+    if len(set(names)) < len(names):
+        raise ValueError("a field is named twice")
+    return names
 
 
 def is_plain_name(name: str) -> bool:

@@ -1,0 +1,267 @@
+"""Verifying a packed dataset: what `dataset.json` says, what the index says, and what the shards hold must agree."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from packer.engines import Report, local_engine
+from packer.errors import ManifestError, UsageError
+from packer.finish import WEBDATASET, wids_index
+from packer.formats import get_format
+from packer.index import Names, Rows, load_rows
+from packer.indexing import LAYOUT as INDEXED_LAYOUT
+from packer.manifest import FILE, Manifest, Shard, Split, checksum, read_json
+from packer.sample import printable
+from packer.shard_check import Problem, ShardCheck, check_shard
+from packer.storage import PARTIAL
+from packer.strings import Int64s, Strings
+
+_CHUNK = 4 << 20
+#: Lines about one thing, so that a foreign index does not give millions.
+SHOWN = 100
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What verifying found.
+
+    Attributes:
+        problems: all problems, in the dataset's order; empty if everything is as it was written.
+        samples, shards, bytes: how much was checked.
+    """
+
+    problems: list[Problem]
+    samples: int
+    shards: int
+    bytes: int
+
+
+def verify(
+    folder: str | os.PathLike[str], *, deep: bool = False, workers: int | None = None, progress: Report | None = None
+) -> Verified:
+    """Check everything that is stored: every byte of every shard is read once.
+
+    Checked are: file sizes, crc32c of every field, shard, index and names file and of `dataset.json`
+    itself; that the index agrees with the shards' own headers, sample by sample and in order; that
+    labels agree with the `cls` fields; that keys are unique in their split; that no shard file is
+    missing or left over.
+
+    Args:
+        folder: a packed dataset.
+        deep: decode every image too.
+        workers: processes; None takes one per CPU that may be used.
+        progress: called with (samples, bytes) done since the last call.
+
+    Raises:
+        ManifestError: the folder holds no `dataset.json`. (A damaged one is a problem found.)
+
+    >>> verify("out/").problems                                              # doctest: +SKIP
+    []
+    """
+    folder = os.fspath(folder)
+    try:
+        manifest = Manifest.load(folder)
+        get_format(manifest.format)
+    except (ManifestError, UsageError) as error:
+        if not os.path.lexists(os.path.join(folder, FILE)):
+            raise
+        return Verified([Problem(FILE, str(error))], 0, 0, 0)
+    problems = [*_check_manifest(folder), *_check_files(folder, manifest)]
+    order = {shard.name: number for number, shard in enumerate(_shards(manifest))}
+    tasks = (
+        task
+        for split in manifest.splits.values()
+        for task in _split_tasks(folder, manifest, split, problems, deep=deep)
+    )
+    in_shards: list[Problem] = []
+    for found in local_engine(workers, len(order)).run(check_shard, tasks, progress or _ignore):
+        in_shards += found
+    in_shards.sort(key=lambda problem: order[problem.file])
+    return Verified([*problems, *in_shards], manifest.samples, len(order), manifest.bytes)
+
+
+def _ignore(samples: int, bytes: int) -> None:  # noqa: A002
+    """A progress report that nobody reads."""
+
+
+def _shards(manifest: Manifest) -> Iterator[Shard]:
+    return (shard for split in manifest.splits.values() for shard in split.shards)
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def _check_manifest(folder: str) -> Iterator[Problem]:
+    value = read_json(os.path.join(folder, FILE))
+    if value.get("crc32c") != checksum(value):
+        yield Problem(FILE, "changed since it was written: its own crc32c does not fit")
+
+
+def _check_files(folder: str, manifest: Manifest) -> Iterator[Problem]:
+    """Files that should be there and are not are found when they are opened; here, those that should not."""
+    names = [shard.name for shard in _shards(manifest)]
+    if len(set(names)) < len(names):
+        yield from (Problem(FILE, f"lists {printable(name)} twice") for name, n in Counter(names).items() if n > 1)
+    suffix = get_format(manifest.format).suffix
+    known = {*names, *(name for split in manifest.splits.values() for name in (split.index_file, split.names_file))}
+    # The index of a stranger's shards may cover some of a folder only.
+    strangers = manifest.source.get("layout") == INDEXED_LAYOUT
+    with os.scandir(folder) as entries:
+        for name in sorted(entry.name for entry in entries):
+            if name in known:
+                continue
+            if name.endswith(suffix) and not strangers:
+                yield Problem(name, "a shard that dataset.json does not know; readers of all shards would take it in")
+            elif name.endswith((".index.npy", ".names")):
+                yield Problem(name, "belongs to no split of dataset.json")
+            elif name.endswith(PARTIAL):
+                yield Problem(name, "left over from an interrupted run")
+
+
+# ---------------------------------------------------------------- one split
+
+
+def _split_tasks(
+    folder: str, manifest: Manifest, split: Split, problems: list[Problem], *, deep: bool
+) -> Iterator[ShardCheck]:
+    """Check what stands beside the shards (into `problems`), then hand out the shards, each with its part of it."""
+    rows, names = _open_sidecars(folder, manifest, split, problems)
+    if rows is not None:
+        problems += _check_rows(rows, split, manifest)
+    if names is not None:
+        problems += _check_keys(names.keys, split)
+    made = names.paths[manifest.fields.index("cls")].lengths == 0 if names and "cls" in manifest.fields else None
+    begin = 0
+    for shard in split.shards:
+        end = begin + shard.samples
+        yield ShardCheck(
+            path=os.path.join(folder, shard.name),
+            format=manifest.format,
+            shard=shard,
+            first=begin,
+            fields=manifest.fields,
+            rows=None if rows is None else np.array(rows[begin:end]),
+            keys=None if names is None else _slice(names.keys, begin, end),
+            made_labels=None if made is None else made[begin:end],
+            deep=deep,
+        )
+        begin = end
+
+
+def _slice(strings: Strings, begin: int, end: int) -> Strings:
+    ends = strings.ends[begin : end + 1]
+    return Strings(strings.blob[int(ends[0]) : int(ends[-1])], ends - ends[0])
+
+
+def _open_sidecars(
+    folder: str, manifest: Manifest, split: Split, problems: list[Problem]
+) -> tuple[Rows | None, Names | None]:
+    rows = names = None
+    for file in (split.index_file, split.names_file):
+        problems += _check_sidecar(folder, file, manifest)
+    try:
+        rows = load_rows(os.path.join(folder, split.index_file), split.samples, manifest.fields)
+    except ManifestError as error:
+        problems.append(Problem(split.index_file, str(error)))
+    try:
+        names = Names.load(os.path.join(folder, split.names_file), split.samples, manifest.fields)
+    except ManifestError as error:
+        problems.append(Problem(split.names_file, str(error)))
+    if manifest.format == WEBDATASET:
+        problems += _check_wids(folder, split)
+    return rows, names
+
+
+def _check_sidecar(folder: str, name: str, manifest: Manifest) -> Iterator[Problem]:
+    """Size and crc32c. A file that is missing is reported by whoever opens it."""
+    path = os.path.join(folder, name)
+    facts = manifest.sidecars.get(name)
+    if facts is None:
+        yield Problem(FILE, f"has no checksum of {name}")
+    elif os.path.isfile(path):
+        try:
+            size, found = _size_and_crc32c(path)
+        except OSError as error:
+            yield Problem(name, f"cannot be read: {error.strerror}")
+            return
+        if size != facts["bytes"]:
+            yield Problem(name, f"{size} bytes, dataset.json says {facts['bytes']}")
+        elif found != facts["crc32c"]:
+            yield Problem(name, f"crc32c mismatch: 0x{found:08x}, dataset.json says 0x{facts['crc32c']:08x}")
+
+
+def _size_and_crc32c(path: str) -> tuple[int, int]:
+    size = found = 0
+    with open(path, "rb", buffering=0) as f:
+        while data := f.read(_CHUNK):
+            size += len(data)
+            found = crc32c(data, found)
+    return size, found
+
+
+def _check_wids(folder: str, split: Split) -> Iterator[Problem]:
+    try:
+        value = read_json(os.path.join(folder, split.wids_file))
+    except FileNotFoundError:
+        yield Problem(split.wids_file, "missing")
+    except (OSError, ValueError, RecursionError) as error:
+        yield Problem(split.wids_file, f"cannot be read: {error}")
+    else:
+        if value != wids_index(split):
+            yield Problem(split.wids_file, "does not list the shards that dataset.json lists")
+
+
+def _check_rows(rows: Rows, split: Split, manifest: Manifest) -> Iterator[Problem]:
+    """What can be said of the rows without looking at a shard."""
+    file = split.index_file
+    shard = np.repeat(np.arange(len(split.shards)), [shard.samples for shard in split.shards])
+    yield from _each(file, rows["shard"] != shard, "is in another shard by the index than by dataset.json")
+    last = np.iinfo(np.int64).max if manifest.classes is None else len(manifest.classes) - 1
+    yield from _each(file, (rows["label"] < -1) | (rows["label"] > last), "has a label that is no class")
+    absent = np.ones(len(rows), bool)
+    for name in manifest.fields:
+        length = rows[f"{name}:length"]
+        yield from _each(file, length < -1, f"has a negative length of field {name!r}")
+        absent &= length < 0
+    yield from _each(file, absent, "has no field at all")
+
+
+def _each(file: str, wrong: npt.NDArray[np.bool_], what: str) -> Iterator[Problem]:
+    """A line for each of the first samples that are wrong, and one for the rest."""
+    samples = np.flatnonzero(wrong)
+    yield from (Problem(file, what, sample) for sample in samples[:SHOWN].tolist())
+    if len(samples) > SHOWN:
+        yield Problem(file, f"… and {len(samples) - SHOWN:,} more that each {what}")
+
+
+def _check_keys(keys: Strings, split: Split) -> Iterator[Problem]:
+    first: dict[bytes, int] = {}
+    count = 0
+    for sample in repeated(keys).tolist():
+        key = keys[sample]
+        if first.setdefault(key, sample) != sample:
+            count += 1
+            if count <= SHOWN:
+                yield Problem(split.names_file, f"has the same key as sample {first[key]}", sample, printable(key))
+    if count > SHOWN:
+        yield Problem(split.names_file, f"… and {count - SHOWN:,} more keys used before")
+
+
+def repeated(strings: Strings) -> Int64s:
+    """Positions of the strings that stand elsewhere in the column too (or, by rare chance, one of equal hash).
+
+    Takes 16 bytes a string; a set of them would take some hundred.
+    """
+    hashes = np.fromiter(map(hash, strings), np.int64, len(strings))
+    order = np.argsort(hashes, kind="stable")
+    same = np.diff(hashes[order]) == 0
+    several = np.zeros(len(strings), bool)
+    several[order[1:][same]] = several[order[:-1][same]] = True
+    return np.flatnonzero(several)
