@@ -13,7 +13,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from packer.formats.tar_reader import Member, TarError, group_samples, iter_memb
 from packer.imaging import probe
 from packer.index import Names, Rows, empty_rows
 from packer.manifest import FILE, Manifest, Shard, Split
-from packer.packed import Packed
 from packer.patterns import find_shards, group_by_split
 from packer.sample import field_name, is_image_field, printable
 from packer.sources.base import StringsBuilder
@@ -60,8 +59,8 @@ def index_folder(
 
     Args:
         where: a folder of `.tar` files, or a pattern (see `packer.patterns.find_shards`).
-        splits: split → glob over shard names; by default a word of the shard's name, or else of its
-            folder's (`train`, `val`, `valid`, `validation`, `dev`, `test`), or else `train`.
+        splits: split → glob over shard names; by default a word of the shard's name, or else its folder's
+            name (`train`, `val`, `valid`, `validation`, `dev`, `test`), or else `train`.
         force: replace what packing wrote. Class names, original paths and the like are kept
             where the shards are still the very same.
         workers: processes; None takes one per CPU that may be used.
@@ -409,12 +408,20 @@ def _keep_known(
         return parts, manifest
     kept = []
     for split, rows, names in parts:
-        with contextlib.suppress(ManifestError):
-            old = Packed(folder)[split.name].names
-            if _same(old.keys, names.keys):
+        with contextlib.suppress(ManifestError, OSError):
+            path = os.path.join(folder, split.names_file)
+            old = Names.load(path, split.samples, before.fields)
+            if _checksum(path) == before.sidecars.get(split.names_file, {}).get("crc32c") and _same(
+                old.keys, names.keys
+            ):
                 names = old
         kept.append((split, rows, names))
-    return kept, replace(before, sidecars={})
+    return kept, before
+
+
+def _checksum(path: str) -> int:
+    with open(path, "rb") as f:
+        return int(crc32c(f.read()))
 
 
 def _same(a: Strings, b: Strings) -> bool:

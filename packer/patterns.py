@@ -12,7 +12,7 @@ from packer.errors import ProblemsError, SourceError, UsageError
 from packer.manifest import is_plain_name
 from packer.sample import printable
 
-#: Words of a shard's name, or its folder's name, that say which split it belongs to.
+#: A word of a shard's name, or its folder's whole name, that says which split it belongs to.
 SPLITS = ("train", "val", "valid", "validation", "dev", "test")
 DEFAULT_SPLIT = "train"
 
@@ -157,7 +157,8 @@ def group_by_split(folder: str, names: Sequence[str], splits: Mapping[str, str] 
     >>> group_by_split(".", ["in-train-0.tar", "in-val-0.tar", "0.tar"])
     {'train': ['in-train-0.tar', '0.tar'], 'val': ['in-val-0.tar']}
     """
-    fallback = _split_word(os.path.basename(os.path.realpath(folder))) or DEFAULT_SPLIT
+    own_name = os.path.basename(os.path.realpath(folder)).lower()
+    fallback = own_name if own_name in SPLITS else DEFAULT_SPLIT
     grouped: dict[str, list[str]] = {name: [] for name in splits or ()}
     for name in names:
         if splits:

@@ -46,8 +46,14 @@ def make(entries: list[tuple[bytes, bytes]], layout: int = tarfile.USTAR_FORMAT)
     return out.getvalue()
 
 
-def header(name: bytes, size: bytes = b"00000000000\0", kind: bytes = b"0", link: bytes = b"",
-           magic: bytes = b"ustar\x0000", prefix: bytes = b"") -> bytes:
+def header(
+    name: bytes,
+    size: bytes = b"00000000000\0",
+    kind: bytes = b"0",
+    link: bytes = b"",
+    magic: bytes = b"ustar\x0000",
+    prefix: bytes = b"",
+) -> bytes:
     fields = "100s24x12s12x8sc100s8s80x155s12x"
     block = bytearray(struct.pack(fields, name, size, b" " * 8, kind, link, magic, prefix))
     block[148:156] = b"%06o\0 " % sum(block)
@@ -91,17 +97,18 @@ def by_tarfile(path: str) -> list[tuple[bytes, int, int]]:
 
 # --- agreement with other readers and writers -----------------------------------------------------
 
+
 @quick
 @given(files, st.sampled_from(sorted(FORMATS)))
 def test_reads_what_tarfile_writes(shard, entries, layout):
     try:
         path = shard(make(entries, FORMATS[layout]))
-    except ValueError:   # USTAR cannot hold every name
+    except ValueError:  # USTAR cannot hold every name
         assume(False)
     members = list(iter_members(path))
     assert [(m.name, content(path, m)) for m in members] == entries
     assert [(m.name, m.data_offset, m.size) for m in members] == by_tarfile(path)
-    if members:   # an archive cut before the last member's first header holds exactly the others
+    if members:  # an archive cut before the last member's first header holds exactly the others
         cut = shard(Path(path).read_bytes()[: members[-1].offset], END)
         assert list(iter_members(cut)) == members[:-1]
 
@@ -110,9 +117,16 @@ def test_reads_what_tarfile_writes(shard, entries, layout):
 def test_reads_what_gnu_tar_writes(tmp_path, layout):
     source = tmp_path / "source"
     wanted = {
-        b"plain.jpg": b"\xff\xd8", b"empty.txt": b"", b"block.bin": bytes(512), b"-dash.jpg": b"1",
-        b"a b\nc.jpg": b"newline", b"caf\xc3\xa9.jpg": b"utf-8", b"caf\xe9.jpg": b"latin-1", b"b\\x": b"2",
-        b"deep/er/x.seg.png": b"3", b"m" * 97: b"99 with ./",
+        b"plain.jpg": b"\xff\xd8",
+        b"empty.txt": b"",
+        b"block.bin": bytes(512),
+        b"-dash.jpg": b"1",
+        b"a b\nc.jpg": b"newline",
+        b"caf\xc3\xa9.jpg": b"utf-8",
+        b"caf\xe9.jpg": b"latin-1",
+        b"b\\x": b"2",
+        b"deep/er/x.seg.png": b"3",
+        b"m" * 97: b"99 with ./",
     }
     if layout != "v7":
         wanted[b"m" * 98] = b"100 with ./"
@@ -143,11 +157,17 @@ def test_reads_what_gnu_tar_writes(tmp_path, layout):
 
 def test_global_pax_headers_hold_until_taken_back(shard):
     path = shard(
-        pax(b"22 comment=irrelevant\n", b"15 path=global\n", kind=b"g"), header(b"a.txt"),
-        pax(b"14 path=local\n"), header(b"b.txt"), header(b"c.txt"),
-        pax(b"8 path=\n", kind=b"g"), header(b"d.txt"),
-        pax(b"21 hdrcharset=BINARY\n", b"13 path=\xff\xfe.x\n", b"9 size=3\n"), header(b"e.txt"),
-        b"abc".ljust(512, b"\0"), END,
+        pax(b"22 comment=irrelevant\n", b"15 path=global\n", kind=b"g"),
+        header(b"a.txt"),
+        pax(b"14 path=local\n"),
+        header(b"b.txt"),
+        header(b"c.txt"),
+        pax(b"8 path=\n", kind=b"g"),
+        header(b"d.txt"),
+        pax(b"21 hdrcharset=BINARY\n", b"13 path=\xff\xfe.x\n", b"9 size=3\n"),
+        header(b"e.txt"),
+        b"abc".ljust(512, b"\0"),
+        END,
     )
     members = list(iter_members(path))
     assert [m.name for m in members] == [b"global", b"local", b"global", b"d.txt", b"\xff\xfe.x"]
@@ -156,7 +176,7 @@ def test_global_pax_headers_hold_until_taken_back(shard):
 
 
 def test_sizes_in_base_256(tmp_path):
-    size = 9 << 30   # over the 8 GiB that eleven octal digits hold; the file is sparse
+    size = 9 << 30  # over the 8 GiB that eleven octal digits hold; the file is sparse
     path = tmp_path / "huge.tar"
     with open(path, "wb") as f:
         f.write(header(b"huge.bin", b"\x80" + size.to_bytes(11, "big"), magic=b"ustar  \0"))
@@ -168,7 +188,7 @@ def test_sizes_in_base_256(tmp_path):
 
 def test_gnu_headers_have_no_prefix(shard):
     path = shard(header(b"x.jpg", magic=b"ustar  \0", prefix=b"15147334071\x0015147334071"), END)
-    assert [m.name for m in iter_members(path)] == [b"x.jpg"]   # GNU keeps access times there
+    assert [m.name for m in iter_members(path)] == [b"x.jpg"]  # GNU keeps access times there
 
 
 def test_signed_checksums_of_old_writers(shard):
@@ -182,9 +202,15 @@ def test_hard_links_resolve_to_the_latest_earlier_member(shard):
     def entry(name: bytes, data: bytes) -> bytes:
         return header(name, b"%011o\0" % len(data)) + data.ljust(512, b"\0")
 
-    path = shard(entry(b"./a", b"first"), entry(b"a", b"second"), header(b"b", kind=b"1", link=b"a"),
-                 header(b"c", kind=b"1", link=b"./b"), header(b"s", kind=b"2", link=b"a"),
-                 header(b"t", kind=b"1", link=b"s"), END)
+    path = shard(
+        entry(b"./a", b"first"),
+        entry(b"a", b"second"),
+        header(b"b", kind=b"1", link=b"a"),
+        header(b"c", kind=b"1", link=b"./b"),
+        header(b"s", kind=b"2", link=b"a"),
+        header(b"t", kind=b"1", link=b"s"),
+        END,
+    )
     members = {m.name: m for m in iter_members(path)}
     assert content(path, members[b"b"]) == content(path, members[b"c"]) == b"second"
     assert not members[b"t"].has_content, "a hard link to a symbolic link has no bytes"
@@ -212,7 +238,7 @@ def test_every_truncation_is_noticed(shard, layout):
     for size in range(min(len(whole), end + 1100)):
         path, seen = shard(whole[:size]), []
         walk = iter_members(path)
-        if size >= end + 512:   # one block of zeros proves that all members are there
+        if size >= end + 512:  # one block of zeros proves that all members are there
             assert list(walk) == members
             continue
         with pytest.raises(TarError, match="offset") as caught:
@@ -264,35 +290,38 @@ def test_no_bytes_crash_it(shard, data):
         assert str(error)
 
 
-@pytest.mark.parametrize(("parts", "message"), [
-    ([b""], "empty file"),
-    ([b"not a tar archive".ljust(1024)], "at offset 0: not a tar"),
-    ([gzip.compress(bytes(99))], "truncated inside a header"),
-    ([gzip.compress(os.urandom(2000))], "compressed with gzip"),
-    ([header(b"a.txt"), b"junk".ljust(512), END], "at offset 512: damaged"),
-    ([header(b"a.txt"), END, header(b"b.txt"), END], "at offset 1536: bytes after the end"),
-    ([header(b"a.txt"), END, bytes(700), b"x"], "at offset 2236: bytes after the end"),
-    ([header(b"a", b"00000001000\0"), END[:511]], "at offset 0: truncated: 'a' reaches to offset 1024"),
-    ([header(b"a", b"\xff" * 12), END], "a size of"),
-    ([header(b"a", b"\x80" + b"\xff" * 11), END], "a size of"),
-    ([header(b"a", b"0000000000x\0"), END], "a size of"),
-    ([header(b"a", kind=b"S", magic=b"ustar  \0"), END], "'a' is a sparse file"),
-    ([header(b"a", kind=b"M"), END], "another volume"),
-    ([header(b"d/", b"00000001000\0", kind=b"5"), END], "a directory and claims 512 bytes"),
-    ([header(b"a", kind=b"1", link=b"gone"), END], "a hard link to 'gone', which no earlier member is"),
-    ([header(b"x", b"77777777777\0", kind=b"x"), END], "extension header of 8589934591 bytes"),
-    ([header(b"x", b"00004000001\0", kind=b"L"), END], "extension header of 1048577 bytes"),
-    ([pax(b"11 path=abc"), header(b"a"), END], "damaged PAX"),
-    ([pax(b"99 path=abc\n"), header(b"a"), END], "damaged PAX"),
-    ([pax(b"0 path=abc\n"), header(b"a"), END], "damaged PAX"),
-    ([pax(b"12 path=abc\n\0x"), header(b"a"), END], "damaged PAX"),
-    ([pax(b"13 path=a\0bc\n"), header(b"a"), END], "zero byte"),
-    ([pax(b"11 size=-1\n"), header(b"a"), END], "PAX size of '-1'"),
-    ([pax(b"22 GNU.sparse.major=1\n"), header(b"a"), END], "sparse"),
-    ([pax(b"27 size=999999999999999999\n"), header(b"a"), END], "truncated: 'a' reaches to"),
-    ([pax(b"12 path=abc\n"), END], "before its member"),
-    ([header(b"x", b"00000000006\0", kind=b"L"), b"abcde\0".ljust(512, b"\0"), END], "before its member"),
-])
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([b""], "empty file"),
+        ([b"not a tar archive".ljust(1024)], "at offset 0: not a tar"),
+        ([gzip.compress(bytes(99))], "truncated inside a header"),
+        ([gzip.compress(os.urandom(2000))], "compressed with gzip"),
+        ([header(b"a.txt"), b"junk".ljust(512), END], "at offset 512: damaged"),
+        ([header(b"a.txt"), END, header(b"b.txt"), END], "at offset 1536: bytes after the end"),
+        ([header(b"a.txt"), END, bytes(700), b"x"], "at offset 2236: bytes after the end"),
+        ([header(b"a", b"00000001000\0"), END[:511]], "at offset 0: truncated: 'a' reaches to offset 1024"),
+        ([header(b"a", b"\xff" * 12), END], "a size of"),
+        ([header(b"a", b"\x80" + b"\xff" * 11), END], "a size of"),
+        ([header(b"a", b"0000000000x\0"), END], "a size of"),
+        ([header(b"a", kind=b"S", magic=b"ustar  \0"), END], "'a' is a sparse file"),
+        ([header(b"a", kind=b"M"), END], "another volume"),
+        ([header(b"d/", b"00000001000\0", kind=b"5"), END], "a directory and claims 512 bytes"),
+        ([header(b"a", kind=b"1", link=b"gone"), END], "a hard link to 'gone', which no earlier member is"),
+        ([header(b"x", b"77777777777\0", kind=b"x"), END], "extension header of 8589934591 bytes"),
+        ([header(b"x", b"00004000001\0", kind=b"L"), END], "extension header of 1048577 bytes"),
+        ([pax(b"11 path=abc"), header(b"a"), END], "damaged PAX"),
+        ([pax(b"99 path=abc\n"), header(b"a"), END], "damaged PAX"),
+        ([pax(b"0 path=abc\n"), header(b"a"), END], "damaged PAX"),
+        ([pax(b"12 path=abc\n\0x"), header(b"a"), END], "damaged PAX"),
+        ([pax(b"13 path=a\0bc\n"), header(b"a"), END], "zero byte"),
+        ([pax(b"11 size=-1\n"), header(b"a"), END], "PAX size of '-1'"),
+        ([pax(b"22 GNU.sparse.major=1\n"), header(b"a"), END], "sparse"),
+        ([pax(b"27 size=999999999999999999\n"), header(b"a"), END], "truncated: 'a' reaches to"),
+        ([pax(b"12 path=abc\n"), END], "before its member"),
+        ([header(b"x", b"00000000006\0", kind=b"L"), b"abcde\0".ljust(512, b"\0"), END], "before its member"),
+    ],
+)
 def test_refusals_say_where_and_why(shard, parts, message):
     with pytest.raises(TarError, match=message):
         list(iter_members(shard(*parts)))
@@ -314,6 +343,7 @@ def test_a_missing_file_is_a_shard_error(tmp_path):
 
 # --- samples --------------------------------------------------------------------------------------
 
+
 def test_split_name_follows_the_rule():
     assert split_name(b"a/b.c/x.seg.PNG") == (b"a/b.c/x", "seg.png")
     assert split_name(b"./n01/x.JPEG") == (b"./n01/x", "jpeg")
@@ -327,8 +357,16 @@ def test_split_name_follows_the_rule():
 
 
 def test_what_is_no_sample_is_counted_and_ends_no_run(shard):
-    path = shard(header(b"d/", kind=b"5"), header(b"d/a.jpg"), header(b"README"), header(b"__meta__/x.json"),
-                 header(b"d/a.s", kind=b"2"), header(b"d/a.cls"), header(b"d/b.jpg"), END)
+    path = shard(
+        header(b"d/", kind=b"5"),
+        header(b"d/a.jpg"),
+        header(b"README"),
+        header(b"__meta__/x.json"),
+        header(b"d/a.s", kind=b"2"),
+        header(b"d/a.cls"),
+        header(b"d/b.jpg"),
+        END,
+    )
     skipped: dict[str, int] = {}
     groups = [(key, list(fields)) for key, fields in group_samples(iter_members(path), path, skipped)]
     assert groups == [(b"d/a", ["jpg", "cls"]), (b"d/b", ["jpg"])]
@@ -358,10 +396,12 @@ def test_groups_as_webdataset_does(shard, listed):
         with open(path, "rb") as stream:
             files = ({**f, "__url__": path} for f in wds.tar_file_iterator(stream))
             theirs = list(wds.group_by_keys(files))
-    except ValueError:   # a field twice in one sample
+    except ValueError:  # a field twice in one sample
         with pytest.raises(TarError, match="second field"):
             list(group_samples(iter_members(path), path))
         return
-    ours = [(key.decode(), {field: content(path, m) for field, m in fields.items()})
-            for key, fields in group_samples(iter_members(path), path)]
+    ours = [
+        (key.decode(), {field: content(path, m) for field, m in fields.items()})
+        for key, fields in group_samples(iter_members(path), path)
+    ]
     assert ours == [(s["__key__"], {k: v for k, v in s.items() if not k.startswith("__")}) for s in theirs]

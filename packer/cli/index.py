@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAME=GLOB",
     help="Shards whose names match GLOB are the split NAME (repeatable). Default: by a word of their "
-    "names or of their folder's name (train, val, valid, validation, dev, test), else train.",
+    "names or by their folder's name (train, val, valid, validation, dev, test), else train.",
 )
 @click.option("--force", is_flag=True, help="Make the index of a packed dataset again from its shards.")
 @workers
