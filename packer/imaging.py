@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from packer.errors import BadImageError
 
@@ -32,7 +35,7 @@ class ImageInfo(NamedTuple):
 # The way nearly every encoder begins: JFIF, one or two quantisation tables, the frame header.
 _PLAIN_JPEG = re.compile(
     rb"\xff\xd8\xff\xe0\x00\x10.{14}\xff\xdb(?:\x00\x84.{130}|\x00\x43.{65}(?:\xff\xdb\x00\x43.{65})?)"
-    rb"\xff[\xc0-\xc2]\x00[\x0b\x11]\x08(.)(.)(.)(.)",
+    rb"\xff[\xc0-\xc2]\x00[\x0b\x11]\x08(....)",
     re.DOTALL,
 )
 _FRAME_HEADERS = frozenset((0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF))
@@ -56,8 +59,7 @@ def probe(data: Buffer) -> ImageInfo:
     """
     plain = _PLAIN_JPEG.match(data)
     if plain and data[-2:] == b"\xff\xd9":
-        a, b, c, d = plain.groups()
-        info = ImageInfo("jpeg", a[0] << 8 | b[0], c[0] << 8 | d[0])
+        info = ImageInfo("jpeg", *struct.unpack(">HH", plain[1]))
     else:
         info = _probe_slowly(data)
     if info.height * info.width > MAX_PIXELS:
@@ -68,6 +70,47 @@ def probe(data: Buffer) -> ImageInfo:
     if info.height == 0 or info.width == 0:
         raise BadImageError(f"claims {info.width}×{info.height} pixels: no picture")
     return info
+
+
+def probe_all(
+    views: Sequence[memoryview], look: Callable[[Buffer], ImageInfo] = probe
+) -> tuple[npt.NDArray[np.int32], dict[int, BadImageError]]:
+    """`probe` for many images, the ordinary JPEGs among them without a Python object each.
+
+    Args:
+        views: encoded images.
+        look: what to call for each of the others: `probe`, `decode_check`.
+
+    Returns:
+        int32 (n, 2): height and width of each, −1 where unknown; and by position what is wrong with the bad ones.
+    """
+    sizes = np.full((len(views), 2), -1, np.int32)
+    bad: dict[int, BadImageError] = {}
+    plain: list[int] = []
+    found: list[bytes] = []
+    match = _PLAIN_JPEG.match if look is probe else _never
+    for i, view in enumerate(views):
+        header = match(view)
+        if header is not None and view[-1] == 0xD9 and view[-2] == 0xFF:
+            plain.append(i)
+            found.append(header[1])
+            continue
+        try:
+            sizes[i] = look(view)[1:]
+        except BadImageError as error:
+            bad[i] = error
+    sizes[plain] = np.frombuffer(b"".join(found), ">u2").reshape(-1, 2)
+    pixels = sizes[:, 0].astype(np.int64) * sizes[:, 1]
+    for i in np.flatnonzero((pixels == 0) | (pixels > MAX_PIXELS)).tolist():
+        try:
+            probe(views[i])
+        except BadImageError as error:
+            bad[i] = error
+    return sizes, bad
+
+
+def _never(_data: Buffer) -> None:
+    return None
 
 
 def _probe_slowly(data: Buffer) -> ImageInfo:

@@ -147,6 +147,23 @@ class PackedSplit:
             raise ShardError(self.complain(i, field, f"crc32c mismatch at offset {offset}"))
         return data
 
+    def read_into(self, shard: int, offset: int, view: memoryview) -> None:
+        """Fill the view with the bytes at this offset of a shard.
+
+        Raises:
+            ShardError: the shard is missing or ends before.
+        """
+        fd = self.descriptor(shard)
+        done = os.preadv(fd, (view,), offset)
+        while done < len(view):  # Linux gives at most 2 GiB at a time
+            got = os.preadv(fd, (view[done:],), offset + done)
+            if got == 0:
+                raise ShardError(
+                    f"{self.shard_path(shard)} is truncated: it ends before offset {offset + len(view)}; "
+                    f"run: packer verify {self.folder}"
+                )
+            done += got
+
     def sample(self, i: int, *, check: bool = False) -> dict[str, bytes]:
         """All fields that sample i has."""
         values = ((field, self.read(i, field, check=check)) for field in self.fields)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,18 +12,18 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from packer.engines import Report
-from packer.errors import BadImageError, ProblemsError, SourceChangedError
+from packer.errors import BadImageError, ProblemsError
 from packer.formats import get_format
 from packer.formats.base import Batch, Format, ShardWriter
-from packer.imaging import ImageInfo, decode_check, probe
+from packer.imaging import decode_check, probe, probe_all
 from packer.index import Rows, empty_rows
 from packer.sample import is_image_field, printable
 from packer.sources.base import Reader, Scan, Source
 from packer.storage import PARTIAL, fsync_folder, write_json
 from packer.strings import Int64s
 
-#: Payload bytes laid out and written at a time. Larger gains nothing; peak memory grows with it.
-BATCH_BYTES = 8 << 20
+#: Payload bytes laid out and written at a time: fewer leave numpy's overhead per batch, more leave the cache.
+BATCH_BYTES = 4 << 20
 _LABEL_FIELD = "cls"
 
 
@@ -185,92 +184,82 @@ class _Run:
         self.skipped: list[tuple[str, str]] = []
         self.dropped: list[int] = []
         self.encoded: dict[str, int] = {}
-        self._images = [is_image_field(name) for name in scan.fields]
+        self._images = np.array([is_image_field(name) for name in scan.fields] or [False])
         self._cls = {label: (text := b"%d" % label, crc32c(text)) for label in np.unique(scan.label).tolist()}
 
     def batch(self, begin: int, end: int) -> int:
         """Write samples begin…end−1 of the plan; returns how many payload bytes were read."""
         scan = self.task.scan
         files = slice(int(scan.first[begin]), int(scan.first[end]))
-        numbers = np.arange(files.start, files.stop)
-        places_at = list(scan.places.take(numbers))
-        paths = places_at if scan.locators is None else list(scan.paths.take(numbers))
-        payloads = None if self.task.encoder is None else self._encode(paths, places_at, files)
+        places = scan.places.slice(files.start, files.stop)
+        payloads = None if self.task.encoder is None else self._encode(places, files)
         sizes = scan.sizes[files] if payloads is None else np.array([len(p) for p in payloads], np.int64)
         layout = _Layout(scan, begin, end, files, sizes)
-        buffer, places = self.writer.layout(layout.batch)
-        if payloads is not None:
-            for place, payload in zip(layout.of_files(places), payloads, strict=True):
-                buffer[place : place + len(payload)] = payload
-        crcs, infos, bad = self._fill(buffer, layout, paths, places_at if payloads is None else None, places)
-        self._put_labels(buffer, layout, places, crcs, begin)
-        keep = np.ones(end - begin, bool)
-        keep[list(bad)] = False
-        for i, (path, reason) in sorted(bad.items()):
-            self._leave_out(begin + i, path, reason)
-        offsets = self.writer.commit(None if not bad else keep)
-        self._note(layout, keep, offsets, crcs, infos, begin)
+        buffer, at = self.writer.layout(layout.batch)
+        views = [buffer[at[i] : at[i] + size] for i, size in zip(layout.file_members, sizes.tolist(), strict=True)]
+        if payloads is None:
+            self.reader.read(places, views)
+        else:
+            for view, payload in zip(views, payloads, strict=True):
+                view[:] = payload
+        crcs = np.zeros(len(at), np.uint32)
+        crcs[layout.file_members] = list(map(crc32c, views))
+        self._put_labels(buffer, layout, at, crcs, begin)
+        image_sizes, keep = self._look(views, layout, begin, files)
+        offsets = self.writer.commit(None if keep.all() else keep)
+        self._note(layout, keep, offsets, crcs, image_sizes, begin)
         return int(scan.sizes[files].sum())
 
-    def _fill(
-        self,
-        buffer: memoryview,
-        layout: _Layout,
-        paths: Sequence[bytes],
-        source: Sequence[bytes] | None,
-        places: Sequence[int],
-    ) -> tuple[list[int], dict[int, ImageInfo], dict[int, tuple[str, str]]]:
-        """Read (from `source`, unless encoded before), checksum and probe every file of the batch in its place."""
-        crcs = [0] * len(places)
-        infos: dict[int, ImageInfo] = {}
-        bad: dict[int, tuple[str, str]] = {}
-        read_into, images = self.reader.read_into, self._images
-        look = {"header": probe, "decode": decode_check, "none": _no_check}[self.task.check]
-        files = zip(
-            source or paths, layout.file_sizes, layout.file_fields, layout.file_samples, layout.file_places, strict=True
-        )
-        for i, (where, size, field_, sample, at) in enumerate(files):
-            place = places[at]
-            view = buffer[place : place + size]
-            if source is not None and (got := read_into(where, view)) != size:
-                raise _changed(paths[i], size, got)
-            crcs[at] = crc32c(view)
-            if images[field_]:
-                try:
-                    info = look(view)
-                    if sample not in infos:
-                        infos[sample] = info
-                except BadImageError as error:
-                    bad.setdefault(sample, (printable(paths[i]), str(error)))
-        return crcs, infos, bad
+    def _look(
+        self, views: list[memoryview], layout: _Layout, begin: int, files: slice
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Height and width of each sample's first image, (m, 2), and which samples are fit to be kept, (m,)."""
+        scan = self.task.scan
+        images = np.flatnonzero(self._images[scan.field[files]])
+        sizes, bad = self._probe([views[i] for i in images.tolist()])
+        keep = np.ones(layout.samples_count, bool)
+        for i, error in sorted(bad.items()):
+            file = int(images[i])
+            sample = int(layout.file_samples[file])
+            if keep[sample]:
+                self._leave_out(begin + sample, printable(scan.paths[files.start + file]), str(error))
+            keep[sample] = False
+        by_sample = np.full((layout.samples_count, 2), -1, np.int32)
+        samples, first = np.unique(layout.file_samples[images], return_index=True)
+        by_sample[samples] = sizes[first]
+        return by_sample, keep
 
-    def _encode(self, paths: Sequence[bytes], source: Sequence[bytes], files: slice) -> list[bytes | memoryview]:
-        encoder = self.task.encoder
-        sizes, fields = self.task.scan.sizes[files], self.task.scan.field[files]
-        payloads: list[bytes | memoryview] = []
-        for path, place, size, number in zip(paths, source, sizes.tolist(), fields.tolist(), strict=True):
-            data = memoryview(bytearray(size))
-            if (got := self.reader.read_into(place, data)) != size:
-                raise _changed(path, size, got)
-            new = None
-            if encoder is not None:
-                try:
-                    probe(data) if self._images[number] and self.task.check != "none" else None
-                    new, what = encoder.encode(self.task.scan.fields[number], data)
-                    if what:
-                        self.encoded[what] = self.encoded.get(what, 0) + 1
-                except BadImageError:
-                    new = None  # the original bytes go to `_fill`, which reports them in the usual way
-            payloads.append(data if new is None else new)
+    def _probe(self, views: list[memoryview]) -> tuple[npt.NDArray[np.int32], dict[int, BadImageError]]:
+        sizes, bad = probe_all(views, decode_check if self.task.check == "decode" else probe)
+        return sizes, {} if self.task.check == "none" else bad
+
+    def _encode(self, places: list[bytes], files: slice) -> list[bytes | memoryview]:
+        encoder, scan = self.task.encoder, self.task.scan
+        sizes, fields = scan.sizes[files].tolist(), scan.field[files].tolist()
+        payloads: list[bytes | memoryview] = [memoryview(bytearray(size)) for size in sizes]
+        self.reader.read(places, [memoryview(payload) for payload in payloads])
+        for i, (payload, number) in enumerate(zip(payloads, fields, strict=True)):
+            if encoder is None or (self._images[number] and self._probe([memoryview(payload)])[1]):
+                continue  # broken: its own bytes go on to `_look`, which reports them in the usual way
+            try:
+                new, what = encoder.encode(scan.fields[number], memoryview(payload))
+            except BadImageError as error:
+                new, what = None, f"kept as they were: {error}"
+            if new is not None:
+                payloads[i] = new
+            if what:
+                self.encoded[what] = self.encoded.get(what, 0) + 1
         return payloads
 
     def _put_labels(
-        self, buffer: memoryview, layout: _Layout, places: Sequence[int], crcs: list[int], begin: int
+        self, buffer: memoryview, layout: _Layout, at: list[int], crcs: npt.NDArray[np.uint32], begin: int
     ) -> None:
-        for sample, at in layout.label_places:
-            text, crc = self._cls[int(self.task.scan.label[begin + sample])]
-            buffer[places[at] : places[at] + len(text)] = text
-            crcs[at] = crc
+        labels = self.task.scan.label[begin : begin + layout.samples_count][layout.labelled].tolist()
+        known = self._cls
+        texts = [known[label] for label in labels]
+        for member, (text, _) in zip(layout.label_members.tolist(), texts, strict=True):
+            buffer[at[member] : at[member] + len(text)] = text
+        crcs[layout.label_members] = [crc for _, crc in texts]
 
     def _leave_out(self, sample: int, path: str, reason: str) -> None:
         if not self.task.skip:
@@ -288,56 +277,59 @@ class _Run:
         layout: _Layout,
         keep: npt.NDArray[np.bool_],
         offsets: Int64s,
-        crcs: list[int],
-        infos: dict[int, ImageInfo],
+        crcs: npt.NDArray[np.uint32],
+        image_sizes: npt.NDArray[np.int32],
         begin: int,
     ) -> None:
         """Index rows for the samples that were kept."""
         count = int(keep.sum())
         rows = self.rows[self.count : self.count + count]
         target = np.cumsum(keep) - 1
+        kept = keep[layout.samples]
         for number, name in enumerate(self.fields):
-            at = np.flatnonzero((layout.numbers == number) & keep[layout.samples])
-            to = target[layout.samples[at]]
-            rows[f"{name}:offset"][to] = offsets[at]
-            rows[f"{name}:length"][to] = layout.batch.sizes[at]
-            rows[f"{name}:crc32c"][to] = np.array(crcs, np.uint32)[at]
+            members = np.flatnonzero((layout.numbers == number) & kept)
+            to = target[layout.samples[members]]
+            rows[f"{name}:offset"][to] = offsets[members]
+            rows[f"{name}:length"][to] = layout.batch.sizes[members]
+            rows[f"{name}:crc32c"][to] = crcs[members]
         rows["label"] = self.task.scan.label[begin : begin + len(keep)][keep]
-        rows["shard"] = 0
-        if infos:
-            samples = np.fromiter((i for i in infos if keep[i]), np.int64)
-            rows["height"][target[samples]] = [infos[i].height for i in samples.tolist()]
-            rows["width"][target[samples]] = [infos[i].width for i in samples.tolist()]
+        rows["shard"] = 0  # numbered in the end, when all shards of the split are known
+        rows["height"], rows["width"] = image_sizes[keep].T
         self.count += count
 
 
 class _Layout:
-    """The members of a batch: the source's files, and after each sample's files its made label."""
+    """The members of a batch: the source's files, and after each sample's files its made label.
+
+    Attributes:
+        batch: for the writer.
+        samples_count: m, number of samples.
+        samples: per member, its sample.
+        numbers: per member, its field; len(scan.fields) is the made label.
+        file_members, file_samples: per file of the source, its member and its sample.
+        labelled: (m,) which samples have a made label; label_members: those members.
+    """
 
     def __init__(self, scan: Scan, begin: int, end: int, files: slice, sizes: Int64s) -> None:
+        self.samples_count = end - begin
         counts = np.diff(scan.first[begin : end + 1])
         labels = scan.label[begin:end]
-        labelled = labels >= 0 if scan.made_cls else np.zeros(len(labels), bool)
-        first = np.concatenate([[0], np.cumsum(counts + labelled)])
-        self.samples = np.repeat(np.arange(end - begin), counts + labelled)
+        self.labelled = labels >= 0 if scan.made_cls else np.zeros(len(labels), bool)
+        first = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts + self.labelled, out=first[1:])
+        self.samples = np.repeat(np.arange(end - begin), counts + self.labelled)
         is_label = np.zeros(len(self.samples), bool)
-        is_label[first[1:][labelled] - 1] = True
+        self.label_members = first[1:][self.labelled] - 1
+        is_label[self.label_members] = True
+        self.file_members = np.flatnonzero(~is_label)
+        self.file_samples = self.samples[self.file_members]
         self.numbers = np.full(len(self.samples), len(scan.fields), np.int64)
-        self.numbers[~is_label] = scan.field[files]
+        self.numbers[self.file_members] = scan.field[files]
         member_sizes = np.zeros(len(self.samples), np.int64)
-        member_sizes[~is_label] = sizes
-        member_sizes[is_label] = _digits(labels[labelled])
+        member_sizes[self.file_members] = sizes
+        member_sizes[self.label_members] = _digits(labels[self.labelled])
         names = (*scan.fields, _LABEL_FIELD)
-        keys = list(scan.keys.take(np.arange(begin, end)))
-        self.batch = Batch(keys, first, [names[i] for i in self.numbers.tolist()], member_sizes)
-        self.file_places = np.flatnonzero(~is_label).tolist()
-        self.file_sizes = sizes.tolist()
-        self.file_fields = scan.field[files].tolist()
-        self.file_samples = self.samples[~is_label].tolist()
-        self.label_places = list(zip(np.flatnonzero(labelled).tolist(), np.flatnonzero(is_label).tolist(), strict=True))
-
-    def of_files(self, places: Sequence[int]) -> list[int]:
-        return [places[at] for at in self.file_places]
+        self.batch = Batch(scan.keys.slice(begin, end), first, [names[i] for i in self.numbers.tolist()], member_sizes)
 
 
 def _digits(labels: Int64s) -> Int64s:
@@ -348,17 +340,3 @@ def _digits(labels: Int64s) -> Int64s:
         digits += labels >= power
         power *= 10
     return digits
-
-
-def _changed(path: bytes, size: int, got: int) -> SourceChangedError:
-    what = f"grew beyond {size} bytes" if got > size else f"has {got} bytes, had {size}"
-    return SourceChangedError(
-        f"{printable(path)} {what} since the folder was scanned; let it come to rest, then run the same command again"
-    )
-
-
-def _no_check(data: memoryview) -> ImageInfo:
-    try:
-        return probe(data)
-    except BadImageError:
-        return ImageInfo("unknown", -1, -1)

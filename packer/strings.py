@@ -58,8 +58,8 @@ class Strings:
         return bytes(self.blob[self.ends[i] : self.ends[i + 1]])
 
     def __iter__(self) -> Iterator[bytes]:
-        blob, ends = self.blob, self.ends.tolist()
-        return (bytes(blob[a:b]) for a, b in pairwise(ends))
+        for begin in range(0, len(self), 4096):  # a list of all would undo what the column is for
+            yield from self.slice(begin, min(begin + 4096, len(self)))
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_restore, (bytes(self.blob), self.ends))
@@ -68,6 +68,13 @@ class Strings:
     def lengths(self) -> Int64s:
         """int64 (n,): the length of each string in bytes."""
         return np.diff(self.ends)
+
+    def slice(self, begin: int, end: int) -> list[bytes]:
+        """Strings begin…end−1 as a list."""
+        ends = self.ends[begin : end + 1].tolist()
+        blob = bytes(self.blob[ends[0] : ends[-1]]) if ends[1:] else b""
+        start = ends[0]
+        return [blob[a - start : b - start] for a, b in pairwise(ends)]
 
     def take(self, order: Int64s) -> Strings:
         """The strings at these positions, in this order, as a new column."""

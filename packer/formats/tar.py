@@ -16,12 +16,11 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
 
 from packer.errors import ShardError
 from packer.formats.base import Batch, Found, Mask, Written
+from packer.formats.shard_file import ShardFile
 from packer.sources.base import Scan
-from packer.storage import output_error
 from packer.strings import Int64s
 
 BLOCK = 512
@@ -124,14 +123,9 @@ class TarWriter:
     """Writes one tar file; see `packer.formats.base.ShardWriter`."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
-        try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise output_error(path, error) from error
-        self._blocks = np.empty((0, BLOCK), np.uint8)
-        self._size = 0
-        self._crc = 0
+        self._file = ShardFile(path)
+        self._buffer = np.empty(0, np.uint8)
+        self._blocks = self._buffer.reshape(0, BLOCK)
         self._batch: Batch | None = None
         self._payload = np.zeros(0, np.int64)
         self._sample_blocks = np.zeros(1, np.int64)
@@ -151,8 +145,8 @@ class TarWriter:
         ends = np.cumsum(member_blocks)
         headers = ends - member_blocks + pax
         total = int(ends[-1]) if len(ends) else 0
-        if total > len(self._blocks):
-            self._blocks = np.empty((total, BLOCK), np.uint8)
+        self._buffer = self._file.take(total * BLOCK)
+        self._blocks = self._buffer[: total * BLOCK].reshape(-1, BLOCK)
         self._blocks[ends[batch.sizes > 0] - 1] = 0  # padding after each payload
         self._put_headers(headers, names, lengths, batch.sizes, _FILE, _SUM["0"])
         for i in np.flatnonzero(pax).tolist():
@@ -160,7 +154,7 @@ class TarWriter:
         self._batch = batch
         self._payload = (headers + 1) * BLOCK
         self._sample_blocks = np.concatenate([[0], ends])[batch.first]
-        return self._blocks.reshape(-1).data, self._payload.tolist()
+        return self._buffer.data, self._payload.tolist()
 
     def _put_headers(
         self,
@@ -201,7 +195,7 @@ class TarWriter:
         batch, starts = self._batch, self._sample_blocks
         if batch is None:
             raise RuntimeError("commit without layout")
-        offsets = self._payload + self._size
+        offsets = self._payload + self._file.size
         used = int(starts[-1])
         if keep is not None and not keep.all():
             # Close the gaps of samples left out: their blocks go, later ones move forward.
@@ -211,31 +205,17 @@ class TarWriter:
             offsets = np.where(kept_files, offsets - BLOCK * np.repeat(gone, np.diff(batch.first)), -1)
             used = int(kept_blocks.sum())
             self._blocks[:used] = self._blocks[: len(kept_blocks)][kept_blocks]
-        self._write(self._blocks[:used].reshape(-1).data)
+        self._file.write(self._buffer, used * BLOCK)
         self._batch = None
         return offsets
 
-    def _write(self, data: memoryview) -> None:
-        self._crc = crc32c(data, self._crc)
-        self._size += len(data)
-        try:
-            while len(data):
-                data = data[os.write(self._fd, data) :]
-        except OSError as error:
-            raise output_error(self._path, error) from error
-
     def close(self) -> Written:
         """Write the end of the archive and make the file durable."""
-        self._write(memoryview(bytes(FORMAT.overhead)))
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            raise output_error(self._path, error) from error
-        self.abort()
-        return Written(self._size, self._crc)
+        end = self._file.take(FORMAT.overhead)
+        end[: FORMAT.overhead] = 0
+        self._file.write(end, FORMAT.overhead)
+        return self._file.close()
 
     def abort(self) -> None:
         """Let go of the file as it is."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.abort()

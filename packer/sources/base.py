@@ -99,14 +99,11 @@ class Scan:
 class Reader(Protocol):
     """Reads the files of one source. One per worker; not shared between threads."""
 
-    def read_into(self, place: bytes, view: memoryview) -> int:
-        """Fill the view with the file at this place (`Scan.places`).
-
-        Returns:
-            How many bytes the file has; more than `len(view)` says no more than that it is longer.
+    def read(self, places: Sequence[bytes], views: Sequence[memoryview]) -> None:
+        """Fill each view with the file at its place (`Scan.places`).
 
         Raises:
-            SourceChangedError: the file is gone, or no longer a regular file.
+            SourceChangedError: a file is gone, or not exactly as long as its view.
         """
         ...
 

@@ -457,27 +457,38 @@ class FolderReader:
         self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_symlinks else os.O_NOFOLLOW)
         self._spare = memoryview(bytearray(1))  # one byte more than expected shows that a file grew
 
-    def read_into(self, place: bytes, view: memoryview) -> int:
-        """Read a whole file; see `packer.sources.base.Reader`."""
-        try:
-            fd = os.open(place, self._flags, dir_fd=self._root)
-        except OSError as error:
-            raise SourceChangedError(
-                f"{printable(place)}: {error.strerror} (it was there when the folder was scanned); "
-                "put it back, or pack into a new folder"
-            ) from error
-        try:
-            got = os.readv(fd, (view, self._spare))
-            while 0 < got < len(view):
-                more = os.readv(fd, (view[got:], self._spare))
-                if more == 0:
-                    break
-                got += more
-            return got
-        except OSError as error:
-            raise SourceChangedError(f"{printable(place)}: {error.strerror} while reading") from error
-        finally:
-            os.close(fd)
+    def read(self, places: Sequence[bytes], views: Sequence[memoryview]) -> None:
+        """Read whole files; see `packer.sources.base.Reader`."""
+        # Bound to locals: with small files the loop around the system calls is what costs.
+        root, flags, spare = self._root, self._flags, self._spare
+        open_, readv, close = os.open, os.readv, os.close
+        for place, view in zip(places, views, strict=True):
+            try:
+                fd = open_(place, flags, dir_fd=root)
+            except OSError as error:
+                raise SourceChangedError(
+                    f"{printable(place)}: {error.strerror} (it was there when the folder was scanned); "
+                    "put it back, or pack into a new folder"
+                ) from error
+            try:
+                got = readv(fd, (view, spare))
+                if got != len(view):
+                    got = self._read_rest(fd, view, got)
+            except OSError as error:
+                raise SourceChangedError(f"{printable(place)}: {error.strerror} while reading") from error
+            finally:
+                close(fd)
+            if got != len(view):
+                raise _changed(place, len(view), got)
+
+    def _read_rest(self, fd: int, view: memoryview, got: int) -> int:
+        """Go on where one call did not read it all (files over 2 GiB, network file systems)."""
+        while 0 < got < len(view):
+            more = os.readv(fd, (view[got:], self._spare))
+            if more == 0:
+                break
+            got += more
+        return got
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -485,3 +496,10 @@ class FolderReader:
             with contextlib.suppress(OSError):
                 os.close(self._root)
             self._root = -1
+
+
+def _changed(path: bytes, size: int, got: int) -> SourceChangedError:
+    what = f"grew beyond {size} bytes" if got > size else f"has {got} bytes, had {size}"
+    return SourceChangedError(
+        f"{printable(path)} {what} since the folder was scanned; let it come to rest, then run the same command again"
+    )

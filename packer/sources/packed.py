@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -206,25 +205,17 @@ class PackedReader:
     def __init__(self, folders: Sequence[str]) -> None:
         self._splits = [list(Packed(folder).values()) for folder in folders]
 
-    def read_into(self, locator: bytes, view: memoryview) -> int:
-        """Read one field; see `packer.sources.base.Reader`. Raises ShardError for a damaged shard."""
-        dataset, split, shard, checksum, offset = _UNPACK(locator)
-        packed = self._splits[dataset][split]
-        done = 0
-        while done < len(view):
-            got = os.preadv(packed.descriptor(shard), (view[done:],), offset + done)
-            if got == 0:
+    def read(self, places: Sequence[bytes], views: Sequence[memoryview]) -> None:
+        """Read fields; see `packer.sources.base.Reader`. Raises ShardError for a damaged shard."""
+        for place, view in zip(places, views, strict=True):
+            dataset, split, shard, checksum, offset = _UNPACK(place)
+            packed = self._splits[dataset][split]
+            packed.read_into(shard, offset, view)
+            if crc32c(view) != checksum:
                 raise ShardError(
-                    f"{packed.shard_path(shard)} is truncated: it ends before offset {offset + len(view)}; "
+                    f"{packed.shard_path(shard)} is damaged: crc32c mismatch at offset {offset}; "
                     f"run: packer verify {packed.folder}"
                 )
-            done += got
-        if crc32c(view) != checksum:
-            raise ShardError(
-                f"{packed.shard_path(shard)} is damaged: crc32c mismatch at offset {offset}; "
-                f"run: packer verify {packed.folder}"
-            )
-        return done
 
     def close(self) -> None:
         """Close the shards."""
