@@ -70,9 +70,13 @@ class SerialRun:
         return self
 
     def __next__(self) -> Made:
-        draft = self._recipe.draft(next(self._todo), self._epoch, self._empty)
-        self._recipe.fill(draft, 0, len(draft.numbers))
-        return self._recipe.finish(draft)
+        try:
+            draft = self._recipe.draft(next(self._todo), self._epoch, self._empty)
+            self._recipe.fill(draft, 0, len(draft.numbers))
+            return self._recipe.finish(draft)
+        except BaseException:
+            self.close()
+            raise
 
     def ready(self) -> bool:
         """Never ahead of the caller."""

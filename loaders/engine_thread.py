@@ -45,7 +45,7 @@ _Task: TypeAlias = "tuple[_Job, int, int]"
 
 
 class _Crew:
-    """The threads of one run, and what they share with it. It does not know the run, so that dropping the run ends it."""
+    """The threads of one run, and what they share with it. It does not know the run: dropping the run ends them."""
 
     def __init__(self, recipe: Batches, workers: int) -> None:
         self.recipe = recipe
@@ -143,19 +143,20 @@ class ThreadEngine:
         self._workers = workers
         self._prefetch = PREFETCH if prefetch is None else prefetch
         self._empty = pinned_empty if pin else BufferPool(keep=self._prefetch + 2).empty
-        self._run: weakref.ref[ThreadRun] | None = None
+        self._crew: weakref.ref[_Crew] | None = None
 
     def run(self, epoch: int, batches: Sequence[Numbers]) -> ThreadRun:
         """Start making these batches."""
         run = ThreadRun(self._recipe, self._workers, self._prefetch, self._empty, epoch, batches)
-        self._run = weakref.ref(run)
+        self._crew = weakref.ref(run.crew)
         return run
 
     def close(self) -> None:
-        """Stop the run under way, if any."""
-        run = None if self._run is None else self._run()
-        if run is not None:
-            run.close()
+        """Stop the threads of the last run, if they have not ended, and wait for them."""
+        crew = None if self._crew is None else self._crew()
+        if crew is not None:
+            crew.stop()
+            crew.join()
 
 
 class ThreadRun:
@@ -171,8 +172,8 @@ class ThreadRun:
         self._queued = 0
         self._given = 0
         self._finished: dict[int, _Job] = {}
-        self._crew = _Crew(recipe, workers)
-        self._end = weakref.finalize(self, self._crew.stop)
+        self.crew = _Crew(recipe, workers)
+        self._end = weakref.finalize(self, self.crew.stop)
         for _ in range(prefetch):
             self._queue_next()
 
@@ -183,7 +184,7 @@ class ThreadRun:
         runs = self._recipe.runs(draft)
         job = _Job(self._queued, draft, len(runs))
         for start, stop in runs:
-            self._crew.tasks.put((job, start, stop))
+            self.crew.tasks.put((job, start, stop))
         self._queued += 1
 
     def __iter__(self) -> ThreadRun:
@@ -209,9 +210,9 @@ class ThreadRun:
 
     def _receive(self, timeout_s: float) -> None:
         try:
-            job = self._crew.done.get(timeout=timeout_s) if timeout_s else self._crew.done.get_nowait()
+            job = self.crew.done.get(timeout=timeout_s) if timeout_s else self.crew.done.get_nowait()
         except queue.Empty:
-            if not any(thread.is_alive() for thread in self._crew.threads):
+            if not any(thread.is_alive() for thread in self.crew.threads):
                 raise WorkerDiedError(
                     "the loader's threads are gone: a loader does not survive a fork in mid-epoch; "
                     "call iter() in the process that uses it"
@@ -221,13 +222,13 @@ class ThreadRun:
 
     def ready(self) -> bool:
         """Whether the next batch can be had without waiting."""
-        while not self._crew.done.empty():
+        while not self.crew.done.empty():
             self._receive(0)
         return self._given in self._finished
 
     def close(self) -> None:
         """Stop the threads and wait for them: a sample's decoding at most."""
         if self._end.detach() is not None:
-            self._crew.stop()
-            self._crew.join()
+            self.crew.stop()
+            self.crew.join()
         self._finished.clear()

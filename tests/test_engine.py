@@ -1,0 +1,374 @@
+"""Engines: the same batches from all, memory that is never overwritten, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loader_helpers import flat, pack_tree, write_tree
+
+from loaders.loader import Loader, make_loader
+from loaders.transforms import EvalCrop, TrainCrop
+from packer.errors import SampleError, UsageError, WorkerDiedError
+
+ENGINES = [("thread", 1), ("thread", 3), ("process", 1), ("process", 2)]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("engine")
+    return pack_tree(write_tree(root / "src"), root / "out")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    yield
+    gc.collect()
+    wait_until(lambda: not loader_threads() and not multiprocessing.active_children())
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("loader-")]
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "this should have come true by now"
+        time.sleep(0.01)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def loader(packed: Path, engine: str, workers: int, **options: Any) -> Loader:
+    return make_loader(packed, engine=engine, num_workers=workers, batch_size=6, seed=5, **options)
+
+
+# ---------------------------------------------------------------- the same batches
+
+
+@pytest.mark.parametrize(("engine", "workers"), ENGINES)
+def test_every_engine_gives_what_the_serial_one_gives(packed: Path, engine: str, workers: int) -> None:
+    options = {"transform": TrainCrop(24), "normalize": "imagenet"}
+    with loader(packed, "thread", 0, **options) as serial, loader(packed, engine, workers, **options) as other:
+        for _ in range(2):
+            assert flat(other) == flat(serial)
+
+
+@pytest.mark.parametrize(("engine", "workers"), ENGINES)
+def test_padded_dicts_are_the_same_in_every_engine(packed: Path, engine: str, workers: int) -> None:
+    options = {"fields": ("jpg", "cls", "__key__", "__index__")}
+    with loader(packed, "thread", 0, **options) as serial, loader(packed, engine, workers, **options) as other:
+        assert flat(other) == flat(serial)
+
+
+def test_threads_inside_processes_give_the_same(packed: Path) -> None:
+    options = {"transform": TrainCrop(24)}
+    with loader(packed, "thread", 0, **options) as serial:
+        want = flat(serial)
+    with loader(packed, "process", 2, **options, threads_per_worker=2) as other:
+        assert flat(other) == want
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_every_start_method_gives_the_same(packed: Path, method: str) -> None:
+    with loader(packed, "thread", 2, transform=EvalCrop(16)) as threads:
+        want = flat(threads)
+    with loader(packed, "process", 1, transform=EvalCrop(16), start_method=method) as processes:
+        assert flat(processes) == want
+
+
+def noisy(image: Any) -> torch.Tensor:
+    """A transform from elsewhere: it draws from all three global generators."""
+    pixels = torch.from_numpy(np.array(image.resize((8, 8)))).permute(2, 0, 1).float()
+    return pixels + random.random() + float(np.random.rand()) + torch.rand(3, 8, 8)
+
+
+def test_foreign_transforms_repeat_whatever_the_number_of_workers(packed: Path) -> None:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    with loader(packed, "auto", 0, transform=noisy) as serial:
+        first, second = flat(serial), flat(serial)
+    assert first != second
+    for workers in (1, 3):
+        with loader(packed, "auto", workers, transform=noisy) as other:
+            assert [flat(other), flat(other)] == [first, second]
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:], "the caller's generators are as they were"
+
+
+def test_foreign_transforms_are_refused_in_threads(packed: Path) -> None:
+    with pytest.raises(UsageError, match="engine='process'"):
+        loader(packed, "thread", 2, transform=noisy)
+
+
+def test_a_transform_that_cannot_be_sent_says_so(packed: Path) -> None:
+    local = loader(packed, "process", 1, transform=lambda image: noisy(image), start_method="spawn")
+    with pytest.raises(UsageError, match="top of a module"):
+        iter(local)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(("engine", "workers"), ENGINES)
+def test_batches_that_are_kept_are_never_overwritten(packed: Path, engine: str, workers: int) -> None:
+    options = {"transform": TrainCrop(64), "normalize": "imagenet"}
+    with loader(packed, engine, workers, **options) as kept, loader(packed, engine, workers, **options) as copied:
+        for _ in range(3):
+            copies = [(images.clone(), labels.clone()) for images, labels in copied]
+            assert flat(list(kept)) == flat(copies)
+
+
+@pytest.mark.parametrize(("engine", "workers"), ENGINES)
+def test_any_view_keeps_its_batch(packed: Path, engine: str, workers: int) -> None:
+    with loader(packed, engine, workers, transform=TrainCrop(64)) as views, loader(packed, engine, workers,
+                                                                                 transform=TrainCrop(64)) as copies:
+        rows = [images.numpy()[-1, 1:, 3] for images, _ in views]
+        want = [images.numpy()[-1, 1:, 3].copy() for images, _ in copies]
+        assert all(np.array_equal(row, copy) for row, copy in zip(rows, want, strict=True))
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_batches_that_are_dropped_are_used_again(packed: Path, engine: str) -> None:
+    with loader(packed, engine, 2, transform=TrainCrop(128), prefetch=2, drop_last=True) as dropping:
+        addresses = set()
+        for _ in range(10):
+            for images, _ in dropping:
+                addresses.add(images.data_ptr())
+                del images
+        assert len(addresses) <= 12, "60 batches"
+
+
+def test_more_batches_can_be_kept_than_blocks_are_shared(tmp_path: Path) -> None:
+    out = pack_tree(write_tree(tmp_path / "src", samples=120), tmp_path / "out")
+    with make_loader(out, batch_size=1, engine="process", num_workers=1, transform=EvalCrop(16)) as processes:
+        before = descriptors()
+        kept = list(processes)
+        assert descriptors() - before < 60
+        with make_loader(out, batch_size=1, num_workers=0, transform=EvalCrop(16)) as serial:
+            assert flat(kept) == flat(serial)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """A packed dataset with one picture overwritten in place, as a bad disk does."""
+    out = pack_tree(write_tree(tmp_path / "src", samples=18), tmp_path / "out", shard_samples=None)
+    from packer.packed import Packed
+
+    split = Packed(out)["train"]
+    row = split.rows[7]
+    with open(split.shard_path(0), "r+b") as f:
+        f.seek(int(row["jpg:offset"]))
+        f.write(bytes(int(row["jpg:length"])))
+    return out
+
+
+@pytest.mark.parametrize(("engine", "workers"), [("thread", 0), *ENGINES])
+def test_errors_name_shard_key_and_cause(damaged: Path, engine: str, workers: int) -> None:
+    with loader(damaged, engine, workers, transform=EvalCrop(16), shuffle=False) as failing:
+        iteration = iter(failing)
+        next(iteration)  # samples 0 to 5 are whole
+        with pytest.raises(SampleError, match=r"train-000000\.tar, sample 7 'c\d/p\d+', field 'jpg'") as caught:
+            next(iteration)
+        assert caught.value.number == 7 and caught.value.key.startswith("c")
+        assert type(caught.value.__cause__).__name__ == "BadImageError"
+        with pytest.raises(StopIteration):
+            next(iteration)
+
+
+def failing_transform(image: Any) -> torch.Tensor:
+    raise ZeroDivisionError("by zero, of course")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_transforms_own_error_is_the_cause(packed: Path, workers: int) -> None:
+    failing = loader(packed, "auto", workers, transform=failing_transform)
+    with failing, pytest.raises(SampleError, match="ZeroDivisionError: by zero, of course") as caught:
+        next(iter(failing))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    if workers:
+        assert "in failing_transform" in str(caught.value.__cause__.__cause__), "the worker's own traceback"
+
+
+def test_a_shard_truncated_under_a_running_loader_is_an_error(tmp_path: Path) -> None:
+    out = pack_tree(write_tree(tmp_path / "src", samples=60), tmp_path / "out", shard_samples=None)
+    with loader(out, "thread", 2, transform=EvalCrop(16), shuffle=False) as running:
+        iteration = iter(running)
+        next(iteration)
+        os.truncate(out / "train-000000.tar", 100_000)
+        with pytest.raises(SampleError, match=r"train-000000\.tar.*truncated.*packer verify"):
+            for _ in iteration:
+                pass
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_worker_is_an_error_within_seconds(packed: Path, sig: signal.Signals) -> None:
+    with loader(packed, "process", 2, transform=EvalCrop(16), batch_transform=None, prefetch=1) as killed:
+        iteration = iter(killed)
+        next(iteration)
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, sig)
+        began = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=sig.name):
+            for _ in iteration:
+                pass
+        assert time.monotonic() - began < 5
+        assert len(list(killed)) == len(killed), "the next epoch has new workers"
+
+
+# ---------------------------------------------------------------- ending
+
+
+@pytest.mark.parametrize(("engine", "workers"), ENGINES)
+def test_leaving_the_loop_stops_the_workers(packed: Path, engine: str, workers: int) -> None:
+    leaving = loader(packed, engine, workers, transform=TrainCrop(24))
+    for _ in leaving:
+        assert loader_threads() or multiprocessing.active_children()
+        break
+    gc.collect()
+    wait_until(lambda: not loader_threads() and not multiprocessing.active_children(), seconds=3)
+    assert len(list(leaving)) == len(leaving)
+
+
+@pytest.mark.parametrize(("engine", "workers"), ENGINES)
+def test_an_exception_in_the_loop_stops_the_workers(packed: Path, engine: str, workers: int) -> None:
+    leaving = loader(packed, engine, workers, transform=TrainCrop(24))
+    with pytest.raises(KeyboardInterrupt):
+        for _ in leaving:
+            raise KeyboardInterrupt
+    leaving.close()
+    assert not loader_threads() and not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("engine", "workers"), ENGINES)
+def test_an_iterator_outlives_the_name_of_its_loader(packed: Path, engine: str, workers: int) -> None:
+    iteration = iter(loader(packed, engine, workers, transform=TrainCrop(24)))
+    gc.collect()
+    assert sum(len(labels) for _, labels in iteration) == 40
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_a_new_iteration_ends_the_one_before(packed: Path, engine: str) -> None:
+    with loader(packed, engine, 2, transform=TrainCrop(24)) as both:
+        first = iter(both)
+        next(first)
+        assert len(list(both)) == len(both)
+        assert list(first) == []
+
+
+@pytest.mark.parametrize(("engine", "epochs"), [("thread", 100), ("process", 100)])
+def test_a_hundred_epochs_leak_nothing(packed: Path, engine: str, epochs: int) -> None:
+    with loader(packed, engine, 2, transform=EvalCrop(16), subset=range(12)) as leaking:
+        for _ in leaking:
+            pass
+        files, shm = descriptors(), sorted(os.listdir("/dev/shm"))
+        for epoch in range(epochs):
+            for _ in leaking:
+                if engine == "thread" and epoch % 10 == 3:
+                    break
+        gc.collect()
+        assert descriptors() <= files + 2
+        assert sorted(os.listdir("/dev/shm")) == shm
+        assert len(multiprocessing.active_children()) <= 2
+
+
+def test_breaking_off_again_and_again_leaks_nothing(packed: Path) -> None:
+    with loader(packed, "process", 1, transform=EvalCrop(16)) as leaking:
+        next(iter(leaking))
+        gc.collect()
+        files = descriptors()
+        for _ in range(5):
+            next(iter(leaking))
+            gc.collect()
+        assert descriptors() <= files + 1
+
+
+PROGRAM = """
+import os, sys, signal, threading
+from loaders.loader import make_loader
+from loaders.transforms import TrainCrop
+if __name__ == "__main__":
+    loader = make_loader({path!r}, batch_size=4, engine={engine!r}, num_workers=2, transform=TrainCrop(32),
+                         start_method={method!r}, prefetch=2)
+    iteration = iter(loader)
+    next(iteration)
+    print("running", flush=True)
+    {then}
+"""
+
+
+def run_program(packed: Path, engine: str, then: str, method: str | None = None) -> subprocess.Popen[str]:
+    text = PROGRAM.format(path=os.fspath(packed), engine=engine, then=then, method=method)
+    return subprocess.Popen([sys.executable, "-W", "error", "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize(("engine", "method"), [("thread", None), ("process", "fork"), ("process", "spawn")])
+def test_the_interpreter_ends_in_the_middle_of_an_epoch(packed: Path, engine: str, method: str | None) -> None:
+    program = run_program(packed, engine, "pass", method)
+    out, err = program.communicate(timeout=60)
+    assert (program.returncode, out.strip(), err) == (0, "running", "")
+    assert not group_members(program.pid)
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_control_c_ends_everything_at_once(packed: Path, engine: str) -> None:
+    program = run_program(packed, engine, "[None for _ in loader for _ in iter(lambda: list(loader) and 1, 0)]")
+    assert program.stdout is not None and program.stdout.readline() == "running\n"
+    os.killpg(program.pid, signal.SIGINT)
+    _, err = program.communicate(timeout=10)
+    assert program.returncode == -signal.SIGINT
+    assert err.count("Traceback") == 1 and err.rstrip().endswith("KeyboardInterrupt")
+    assert not group_members(program.pid)
+
+
+def test_workers_end_when_the_consumer_is_killed(packed: Path) -> None:
+    program = run_program(packed, "process", "threading.Event().wait()")
+    assert program.stdout is not None and program.stdout.readline() == "running\n"
+    assert len(group_members(program.pid)) == 3
+    program.kill()
+    program.communicate(timeout=10)
+    wait_until(lambda: not group_members(program.pid))
+
+
+def group_members(group: int) -> list[int]:
+    """Live processes of a process group."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(name))
+    return found
+
+
+def test_torchs_own_thread_count_is_left_alone(packed: Path) -> None:
+    before = torch.get_num_threads()
+    with loader(packed, "thread", 2, transform=TrainCrop(24)) as running:
+        for _ in running:
+            pass
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert (torch.get_num_threads(), seen) == (before, [before])
