@@ -65,7 +65,9 @@ class JpegHeader(NamedTuple):
     @property
     def sequential(self) -> bool:
         """8-bit Huffman-coded samples, from the top down, in one scan: what can be cut without decoding."""
-        return self.one_scan and self.precision == 8 and self.frame in (BASELINE, EXTENDED) and self.components in (1, 3)
+        return (
+            self.one_scan and self.precision == 8 and self.frame in (BASELINE, EXTENDED) and self.components in (1, 3)
+        )
 
     @property
     def seekable(self) -> bool:
@@ -128,8 +130,20 @@ def _parse(data: Buffer) -> JpegHeader:
     if components != 1:  # a scan of one component is coded block by block, whatever its sampling factors
         factors = data[frame_at + 11 : frame_at + 10 + 3 * components : 3]
         mcu_height, mcu_width = _mcu(factors)
-    return JpegHeader(data[frame_at + 1], precision, height, width, components, mcu_height, mcu_width,
-                      interval, data[at + 4] == components, frame_at, at + 2 + length, exif_at)
+    return JpegHeader(
+        data[frame_at + 1],
+        precision,
+        height,
+        width,
+        components,
+        mcu_height,
+        mcu_width,
+        interval,
+        data[at + 4] == components,
+        frame_at,
+        at + 2 + length,
+        exif_at,
+    )
 
 
 def _mcu(factors: Iterable[int]) -> tuple[int, int]:
