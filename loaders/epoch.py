@@ -60,8 +60,8 @@ class Order:
             *Mixing quality of windows*: inside a window every order is equally likely; a batch
             therefore mixes `window_shards` shards, and samples of one shard never lie further apart
             than one window. Two given samples of different shards share a window with probability
-            (w - 1) / (S - 1) for w of S shards, anew each epoch. That is as good as a
-            global permutation for a dataset that was shuffled when packed, and with
+            (w - 1) / (S - 1), w shards of S (a little less where w does not divide S and the windows are
+            made thinner alike), anew each epoch. That is as good as a global permutation for a dataset that was shuffled when packed, and with
             `window_shards` ≥ S it is one; for shards that hold one class each, w is the number of
             classes in a batch. A window's bytes, `window_shards` × the shard size, should fit the page cache.
         subset: the sample numbers that take part, each once, from `resolve_subset`; None for all.
@@ -71,7 +71,7 @@ class Order:
             each class that occurs is drawn equally often (± 1), each of its samples equally often (± 1).
         weights: given, the epoch is *weighted*: sample i is drawn `epoch_samples * weights[i] / sum` times,
             rounded up or down at random so that this is its exact mean (systematic sampling), so
-            equal weights give every sample exactly once, and weight 0 never.
+            equal weights give every sample exactly once in an epoch of full length, and weight 0 never.
         epoch_samples: length of an epoch, counted over all ranks; None: as many as take part.
             With `labels` or `weights` it is the number of draws. Otherwise an epoch is that long a
             stretch of passes over the data: every sample once before any comes twice, across epochs.
