@@ -61,9 +61,9 @@ class Order:
             therefore mixes `window_shards` shards, and samples of one shard never lie further apart
             than one window. Two given samples of different shards share a window with probability
             (w - 1) / (S - 1), w shards of S (a little less where w does not divide S and the windows are
-            made thinner alike), anew each epoch. That is as good as a global permutation for a dataset that was shuffled when packed, and with
-            `window_shards` ≥ S it is one; for shards that hold one class each, w is the number of
-            classes in a batch. A window's bytes, `window_shards` × the shard size, should fit the page cache.
+            made thinner alike), anew each epoch. That is as good as a global permutation for a dataset
+            that was shuffled when packed, and with `window_shards` ≥ S it is one; for shards that hold
+            one class each, w is the number of classes in a batch. A window's bytes, `window_shards` × the shard size, should fit the page cache.
         subset: the sample numbers that take part, each once, from `resolve_subset`; None for all.
         shards: the shard of each sample (index column `shard`).
         window_shards: the most shards mixed at a time.
