@@ -63,7 +63,8 @@ class Order:
             (w - 1) / (S - 1), w shards of S (a little less where w does not divide S and the windows are
             made thinner alike), anew each epoch. That is as good as a global permutation for a dataset
             that was shuffled when packed, and with `window_shards` ≥ S it is one; for shards that hold
-            one class each, w is the number of classes in a batch. A window's bytes, `window_shards` × the shard size, should fit the page cache.
+            one class each, w is the number of classes in a batch. A window's bytes, `window_shards` ×
+            the shard size, should fit the page cache.
         subset: the sample numbers that take part, each once, from `resolve_subset`; None for all.
         shards: the shard of each sample (index column `shard`).
         window_shards: the most shards mixed at a time.
