@@ -89,3 +89,19 @@ class Strings:
 
 def _restore(blob: bytes, ends: Int64s) -> Strings:
     return Strings(memoryview(blob), ends)
+
+
+def repeated(strings: Strings) -> Int64s:
+    """Positions of the strings that stand elsewhere in the column too (or, by rare chance, one of equal hash).
+
+    Takes 16 bytes a string; a set of them would take some hundred.
+
+    >>> repeated(Strings.of([b"a", b"b", b"a"]))
+    array([0, 2])
+    """
+    hashes = np.fromiter(map(hash, strings), np.int64, len(strings))
+    order = np.argsort(hashes, kind="stable")
+    same = np.diff(hashes[order]) == 0
+    several = np.zeros(len(strings), bool)
+    several[order[1:][same]] = several[order[:-1][same]] = True
+    return np.flatnonzero(several)

@@ -21,7 +21,7 @@ from packer.manifest import FILE, Manifest, Shard, Split, checksum, read_json
 from packer.sample import printable
 from packer.shard_check import Problem, ShardCheck, check_shard
 from packer.storage import PARTIAL
-from packer.strings import Int64s, Strings
+from packer.strings import Strings, repeated
 
 _CHUNK = 4 << 20
 #: Lines about one thing, so that a foreign index does not give millions.
@@ -252,16 +252,3 @@ def _check_keys(keys: Strings, split: Split) -> Iterator[Problem]:
                 yield Problem(split.names_file, f"has the same key as sample {first[key]}", sample, printable(key))
     if count > SHOWN:
         yield Problem(split.names_file, f"… and {count - SHOWN:,} more keys used before")
-
-
-def repeated(strings: Strings) -> Int64s:
-    """Positions of the strings that stand elsewhere in the column too (or, by rare chance, one of equal hash).
-
-    Takes 16 bytes a string; a set of them would take some hundred.
-    """
-    hashes = np.fromiter(map(hash, strings), np.int64, len(strings))
-    order = np.argsort(hashes, kind="stable")
-    same = np.diff(hashes[order]) == 0
-    several = np.zeros(len(strings), bool)
-    several[order[1:][same]] = several[order[:-1][same]] = True
-    return np.flatnonzero(several)
