@@ -17,7 +17,6 @@ from loaders.collate import Empty, collate_into
 from loaders.decode import decode_many_into
 from loaders.order import Numbers
 from loaders.samples import ABOUT, Reads, Samples
-from loaders.transforms import Identity
 from packer.errors import PackerError, SampleError
 
 #: A run of samples is handed to a worker at once; runs of less than this cost more in queueing than they balance.
@@ -75,9 +74,8 @@ class Batches:
         self.skips = on_error == "skip"
         self.dtype = dtype
         self.channels_last = channels_last
-        self._same_size = self._size_of_all()
         # A collate_fn gets samples; without one, pictures of one size are decoded straight into the batch.
-        self._shape = (self._same_size or samples.output_shape) if collate_fn is None else None
+        self._shape = samples.output_shape if collate_fn is None else None
         # Beside the picture, only what the index holds: no Python value per sample is needed.
         self._pictures_only = self.direct and (
             samples.fields is None or set(samples.others) <= {"__index__", "__label__"}
@@ -87,18 +85,6 @@ class Batches:
     def direct(self) -> bool:
         """Whether pictures are decoded straight into the batch."""
         return self._shape is not None
-
-    def _size_of_all(self) -> tuple[int, int, int] | None:
-        """(3, H, W) if the pictures are taken as they are, and the index says all are of one size."""
-        samples = self.samples
-        whole = samples.transform is None or samples.transform == Identity()
-        if samples.picture is None or not whole or len(samples.source) == 0:
-            return None
-        heights, widths = samples.source.column("height"), samples.source.column("width")
-        height, width = int(heights[0]), int(widths[0])
-        if height < 1 or width < 1 or np.any(heights != height) or np.any(widths != width):
-            return None
-        return 3, height, width
 
     def draft(self, numbers: Numbers, epoch: int, empty: Empty) -> Draft:
         """Begin a batch of these samples."""
@@ -124,7 +110,7 @@ class Batches:
         Raises:
             SampleError: a sample cannot be made, and is not to be skipped.
         """
-        if self._same_size is not None and self._pictures_only and self._fill_at_once(draft, start, stop):
+        if self.samples.same_size is not None and self._pictures_only and self._fill_at_once(draft, start, stop):
             return
         for j in range(start, stop):
             self._fill_one(draft, j)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from loaders.arrange import mix
-from loaders.decode import Affine, decode_image, image_size
+from loaders.decode import Affine, decode_image, decode_many_into, image_size
 from loaders.fields import Buffer, check_readable, decode_field
 from loaders.geometry import Crop, apply_to_boxes, apply_to_mask
 from loaders.options import TargetKind
@@ -82,6 +82,7 @@ class Samples:
         self.picture = self._picture()
         self.targets = self._target_kinds(targets or {})
         self.others = tuple(name for name in self.fields or () if name != self.picture)
+        self.same_size = self._size_of_all()
 
     # ------------------------------------------------------------ what is asked for
 
@@ -119,10 +120,22 @@ class Samples:
                 kinds.setdefault(name, "mask" if "." in name and prefix in _MASK_PREFIXES else "image")
         return kinds
 
+    def _size_of_all(self) -> tuple[int, int, int] | None:
+        """(3, height, width) if pictures are taken as they are and the index says that all are of one size."""
+        if self.picture is None or self._crop != Identity() or len(self.source) == 0:
+            return None
+        heights, widths = self.source.column("height"), self.source.column("width")
+        height, width = int(heights[0]), int(widths[0])
+        if height < 1 or width < 1 or np.any(heights != height) or np.any(widths != width):
+            return None
+        return 3, height, width
+
     @property
     def output_shape(self) -> tuple[int, int, int] | None:
-        """(3, height, width) where the transform makes all pictures the same size."""
-        return None if self._crop is None or self.picture is None else self._crop.output_shape
+        """(3, height, width) where all pictures come out the same size."""
+        if self._crop is None or self.picture is None:
+            return None
+        return self.same_size or self._crop.output_shape
 
     # ------------------------------------------------------------ reading
 
@@ -174,10 +187,7 @@ class Samples:
     def picture_into(self, reads: Reads, j: int, epoch: int, out: torch.Tensor) -> None:
         """`sample` where only the picture is wanted: nothing but the decoder costs time."""
         try:
-            number = reads.numbers[j]
-            self._crop.into(  # type: ignore[union-attr] # only called when ours
-                self.picture_bytes(reads, j), out, sample_rng(self.seed, epoch, number), normalize=self.normalize
-            )
+            self._into(self.picture_bytes(reads, j), out, reads.numbers[j], epoch)
         except Exception as error:
             raise self._error(reads.numbers[j], self.picture or "", error) from error
 
@@ -200,13 +210,19 @@ class Samples:
         if self._crop is None:
             with _seeded(self.seed, epoch, number):
                 return self._normalized(cast(Any, self._adapted)(data)), None, data
-        rng = sample_rng(self.seed, epoch, number)
-        shape = self._crop.output_shape
+        shape = self.output_shape
         if shape is None:
-            return self._normalized(self._crop(data, rng)), None, data
+            return self._normalized(self._crop(data, sample_rng(self.seed, epoch, number))), None, data
         if out is None:
             out = torch.empty(shape, dtype=torch.uint8 if self.normalize is None else torch.float32)
-        return out, self._crop.into(data, out, rng, normalize=self.normalize), data
+        return out, self._into(data, out, number, epoch), data
+
+    def _into(self, data: Buffer, out: torch.Tensor, number: int, epoch: int) -> Crop:
+        if self.same_size is not None:  # a transform would squeeze a picture that is not what the index says
+            decode_many_into([data], out.unsqueeze(0), normalize=self.normalize)
+            return Crop(0, 0, *self.same_size[1:])
+        crop = cast(Transform, self._crop)
+        return crop.into(data, out, sample_rng(self.seed, epoch, number), normalize=self.normalize)
 
     def _normalized(self, image: Any) -> Any:
         if self.normalize is None:
@@ -241,7 +257,7 @@ class Samples:
             return decode_field(name.split(";")[0], data)
         if kind == "image":
             return torch.from_numpy(decode_image(data)).permute(2, 0, 1)
-        shape = None if crop is None else cast(Transform, self._crop).output_shape
+        shape = self.output_shape
         if kind == "mask":
             mask = decode_image(data, mode=None)
             mask = mask[..., 0] if mask.ndim == 3 and mask.shape[-1] == 1 else mask
