@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from loaders.transforms import TrainCrop
 from loaders.webds_loader import make_loader
+from packer.manifest import FILE as MANIFEST
 from packer.packed import Packed, PackedSplit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +49,8 @@ def main() -> int:
         out.parent.mkdir(exist_ok=True)
 
     heading(f"1. Pack {shown(source)} into {shown(out)}")
-    if status := pack(source, out, options):
+    status = pack(source, out, options)
+    if status or not (out / MANIFEST).exists():  # failed, or --dry-run
         return status
     heading("2. Stream it")
     stream(source, out)
@@ -94,11 +96,13 @@ def stream(source: Path, out: Path) -> None:
     )
 
     packed = images_per_s(images for images, _ in chain.from_iterable(repeat(loader)))
+    print(f"{packed:8,.0f} images/s  from the shards, by loaders.webds_loader.make_loader")
     folder = FolderCrops(source, split, picture)
+    if not folder.exists():  # the source was itself a packed dataset
+        return
     with_torch = DataLoader(folder, batch_size, sampler=forever(len(folder)), num_workers=WORKERS)
     loose = images_per_s(with_torch)
     print(
-        f"{packed:8,.0f} images/s  from the shards, by loaders.webds_loader.make_loader\n"
         f"{loose:8,.0f} images/s  from the loose files, by torch's DataLoader with Pillow\n"
         f"Both: random crops to {CROP}×{CROP}, uint8, batches of {batch_size}, {WORKERS} workers, over and "
         f"over the {len(split):,} pictures of split\n"
@@ -117,6 +121,10 @@ class FolderCrops(Dataset[torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def exists(self) -> bool:
+        """Whether the first picture is there as a file."""
+        return bool(self.paths) and os.path.exists(os.path.join(self.source, self.paths[0]))
 
     def __getitem__(self, i: int) -> torch.Tensor:
         """Sample i as uint8 (3, CROP, CROP)."""
@@ -184,11 +192,16 @@ def heading(text: str) -> None:
 def next_steps(out: Path) -> None:
     """What to type now."""
     where = shlex.quote(shown(out))
+    commands = {
+        f"source {shlex.quote(shown(ROOT / '.venv' / 'bin' / 'activate'))}": "",
+        f"packer info {where}": "what is in it",
+        f"packer verify {where}": "every byte checked",
+        "packer --help": "everything else",
+    }
+    width = max(map(len, commands))
+    for command, what in commands.items():
+        print(f"    {command:{width}}  {what}".rstrip())
     print(
-        f"    source {shlex.quote(shown(ROOT / '.venv' / 'bin' / 'activate'))}\n"
-        f"    packer info {where}       what is in it\n"
-        f"    packer verify {where}     every byte checked\n"
-        f"    packer --help             everything else\n"
         f"\n"
         f"In a training script:\n"
         f"    from loaders.transforms import TrainCrop\n"
@@ -199,4 +212,7 @@ def next_steps(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

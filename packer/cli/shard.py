@@ -306,11 +306,12 @@ def _print_result(options: dict[str, Any], result: PackResult, notes: list[str])
     if result.already_complete:
         click.echo(f"already complete: {out} holds these {manifest.samples:,} samples", err=True)
         return
+    seconds = max(result.seconds, 1e-9)
     classes = f" in {len(manifest.classes):,} classes" if manifest.classes else ""
     click.echo(
         f"packed {manifest.samples:,} samples{classes} into {sum(len(s.shards) for s in manifest.splits.values())} "
         f"shard(s), {human_bytes(manifest.bytes)}, in {result.seconds:.1f} s "
-        f"({human_bytes(manifest.bytes / max(result.seconds, 1e-9))}/s)",
+        f"({manifest.samples / seconds:,.0f} samples/s, {human_bytes(manifest.bytes / seconds)}/s)",
         err=True,
     )
     if result.resumed_shards:
