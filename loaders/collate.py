@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from packer.errors import CollateError
@@ -136,19 +137,10 @@ class _Collator:
         return [self.collate([value[i] for value in values], f"{place}[{i}]") for i in range(width)]
 
     def _tensors(self, tensors: list[torch.Tensor], place: str) -> torch.Tensor | Padded:
+        if len({(tensor.dtype, tensor.ndim) for tensor in tensors}) > 1:
+            _complain_of_kinds(tensors, place)
         first = tensors[0]
-        for number, tensor in enumerate(tensors):
-            if tensor.dtype != first.dtype:
-                raise CollateError(
-                    f"{place} is {tensor.dtype} in sample {number} of the batch and {first.dtype} in sample 0: "
-                    "one batch holds one dtype; convert in the transform"
-                )
-            if tensor.ndim != first.ndim:
-                raise CollateError(
-                    f"{place} has shape {tuple(tensor.shape)} in sample {number} of the batch and "
-                    f"{tuple(first.shape)} in sample 0: padding needs equal ranks"
-                )
-        shapes = [tuple(tensor.shape) for tensor in tensors]
+        shapes: list[tuple[int, ...]] = [tensor.shape for tensor in tensors]
         largest = self._largest(shapes)
         if all(shape == largest for shape in shapes):
             out = self.empty((len(tensors), *largest), first.dtype)
@@ -171,27 +163,63 @@ class _Collator:
     ) -> Padded:
         data = self.empty((len(tensors), *largest), tensors[0].dtype)
         value = _pad_value(self.pad_value, data.dtype, place)
-        for slot, tensor, shape in zip(data, tensors, shapes, strict=True):
-            # Each axis in turn: fill behind the sample's end, then look only at what lies before it.
-            for axis, (length, longest) in enumerate(zip(shape, largest, strict=True)):
-                if length < longest:
-                    slot.narrow(axis, length, longest - length).fill_(value)
-                    slot = slot.narrow(axis, 0, length)
-            slot.copy_(tensor)
+        slots, padding, *arrays = _as_arrays([data, torch.tensor(value, dtype=data.dtype), *tensors])
+        filler = padding.item()  # numpy fills faster from a scalar than from an array
+        for slot, array, shape in zip(slots, arrays, shapes, strict=True):
+            _write_padded(slot, array, shape, largest, filler)
         sizes = torch.tensor(shapes, dtype=torch.int64).reshape(len(shapes), len(largest))
-        return Padded(data, sizes, _mask(sizes, largest))
+        return Padded(data, sizes, self._mask(shapes, largest))
+
+    def _mask(self, shapes: list[tuple[int, ...]], largest: tuple[int, ...]) -> torch.Tensor:
+        """(B, *largest) bool, written along the padded axes and expanded along the others."""
+        axes = [axis for axis, n in enumerate(largest) if any(shape[axis] < n for shape in shapes)]
+        lengths = tuple(largest[axis] for axis in axes)
+        mask = self.empty((len(shapes), *lengths), torch.bool)
+        if len(axes) == 1:
+            np.less(np.arange(lengths[0]), np.array([[shape[axes[0]]] for shape in shapes]), out=mask.numpy())
+        else:
+            for slot, shape in zip(mask.numpy(), shapes, strict=True):
+                _write_padded(slot, True, tuple(shape[axis] for axis in axes), lengths, False)
+        along = [n if axis in axes else 1 for axis, n in enumerate(largest)]
+        return mask.view(len(shapes), *along).expand(len(shapes), *largest)
 
 
-def _mask(sizes: torch.Tensor, largest: tuple[int, ...]) -> torch.Tensor:
-    """(B, *largest) bool, computed along the padded axes and expanded along the others."""
-    count, rank = sizes.shape
-    mask = torch.ones((count,) + (1,) * rank, dtype=torch.bool)
-    for axis, longest in enumerate(largest):
-        lengths = sizes[:, axis]
-        if bool((lengths < longest).any()):
-            along = (1,) * (1 + axis) + (longest,) + (1,) * (rank - 1 - axis)
-            mask = mask & (torch.arange(longest).view(along) < lengths.view((count,) + (1,) * rank))
-    return mask.expand(count, *largest)
+def _complain_of_kinds(tensors: list[torch.Tensor], place: str) -> None:
+    first = tensors[0]
+    for number, tensor in enumerate(tensors):
+        where = f"in sample {number} of the batch"
+        if tensor.dtype != first.dtype:
+            raise CollateError(
+                f"{place} is {tensor.dtype} {where} and {first.dtype} in sample 0: one batch holds one dtype; "
+                "convert in the transform"
+            )
+        if tensor.ndim != first.ndim:
+            raise CollateError(
+                f"{place} has shape {tuple(tensor.shape)} {where} and {tuple(first.shape)} in sample 0: "
+                "padding needs equal ranks"
+            )
+
+
+def _write_padded(
+    slot: npt.NDArray[Any], value: Any, shape: Sequence[int], largest: Sequence[int], padding: Any
+) -> None:
+    """Write a sample and its margins, each element once. numpy does this twice as fast as torch."""
+    before: tuple[slice, ...] = ()
+    for length, longest in zip(shape, largest, strict=True):
+        if length < longest:
+            slot[(*before, slice(length, None))] = padding
+        before = (*before, slice(length))
+    slot[before] = value
+
+
+def _as_arrays(tensors: list[torch.Tensor]) -> list[npt.NDArray[Any]]:
+    """Views for copying: where numpy lacks the dtype (bfloat16), of the same bits as integers."""
+    try:
+        return [tensor.numpy() for tensor in tensors]
+    except (TypeError, RuntimeError):  # no such dtype, a gradient is wanted, or a lazy conjugate
+        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+        kind = kinds[tensors[0].itemsize]
+        return [tensor.detach().resolve_conj().resolve_neg().view(kind).numpy() for tensor in tensors]
 
 
 def _as_tensor(value: Any, place: str) -> torch.Tensor:
