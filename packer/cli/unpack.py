@@ -1,0 +1,68 @@
+"""`packer unpack`."""
+
+from __future__ import annotations
+
+import click
+
+from packer.cli.options import as_json, dataset, human_bytes, quiet, workers
+
+
+@click.command("unpack")
+@dataset
+@click.argument("dst", type=click.Path(file_okay=False))
+@click.option("--split", metavar="NAME", help="Only this split.")
+@click.option(
+    "--keys",
+    "keys_file",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Only these samples: one key or original path a line.",
+)
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N samples.")
+@workers
+@as_json
+@quiet
+def command(
+    *,
+    dataset: str,
+    dst: str,
+    split: str | None,
+    keys_file: str | None,
+    limit: int | None,
+    workers: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    r"""Restore the files of a packed dataset into the folder DST.
+
+    Every file gets its original name and bytes; checksums are compared on the way. Labels that
+    packing made are no files and are left out. DST must be new or empty, and stays so until
+    everything is written. Names that would leave DST are refused before anything is written.
+
+    \b
+    Examples:
+      packer unpack out/ restored/
+      packer unpack out/ some/ --split val --limit 100
+      packer unpack out/ some/ --keys wanted.txt
+    """
+    import json
+    import time
+    from dataclasses import asdict
+
+    from packer.cli.progress import Bar
+    from packer.unpack import prepare_unpack, unpack_prepared
+    from packer.withdraw import read_keys
+
+    prepared = prepare_unpack(dataset, split=split, keys=read_keys(keys_file) if keys_file else None, limit=limit)
+    begin = time.monotonic()
+    with Bar("unpacking", "files", prepared.result.files, prepared.result.bytes, quiet=quiet) as bar:
+        result = unpack_prepared(prepared, dst, workers, bar.update)
+    seconds = time.monotonic() - begin
+    if as_json:
+        click.echo(json.dumps({"dst": dst, **asdict(result), "seconds": seconds}, indent=2))
+    elif not quiet:
+        click.echo(
+            f"restored {result.files:,} files of {result.samples:,} samples, {human_bytes(result.bytes)}, "
+            f"in {seconds:.1f} s ({human_bytes(result.bytes / max(seconds, 1e-9))}/s) into {dst}",
+            err=True,
+        )

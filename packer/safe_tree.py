@@ -1,0 +1,184 @@
+"""Writing files under names that nobody vouches for: below one folder, through no link, in place only when whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections import OrderedDict
+from types import TracebackType
+
+from packer.errors import OutputError
+from packer.sample import printable
+from packer.storage import PARTIAL
+
+#: The folder that is written to, inside an existing one; beside a new one it is `DST.partial`.
+WORK_NAME = ".unpack" + PARTIAL
+
+# Components of 1 to 255 bytes, none of them '.' or '..', no zero byte.
+_COMPONENT = rb"(?!\.{1,2}(?:/|\Z))[^/\0]{1,255}"
+_SAFE_PATH = re.compile(_COMPONENT + rb"(?:/" + _COMPONENT + rb"){0,200}")
+_MAX_PATH_BYTES = 4095  # PATH_MAX
+
+_OPEN_FOLDERS = 128
+
+
+def unsafe(path: bytes) -> str | None:
+    """Why this name cannot be restored below a folder, or None if it can.
+
+    >>> unsafe(b"cat/1.jpg"), unsafe(b"../1.jpg"), unsafe(b"/etc/passwd")
+    (None, 'climbs out of its folder', 'is an absolute path')
+    """
+    if _SAFE_PATH.fullmatch(path) and len(path) <= _MAX_PATH_BYTES:
+        return None
+    parts = path.split(b"/")
+    if path.startswith(b"/"):
+        return "is an absolute path"
+    if b".." in parts:
+        return "climbs out of its folder"
+    if b"\0" in path:
+        return "contains a zero byte"
+    if b"" in parts or b"." in parts:
+        return "has an empty component or '.'"
+    return "is longer or deeper than file systems take"
+
+
+class Place:
+    """A folder to fill: written under another name, put in place by `finish`. A context manager.
+
+    Args:
+        dst: new, or empty. Whatever was written is removed if the block ends without `finish`.
+
+    Attributes:
+        work: where to write.
+
+    Raises:
+        OutputError: (on entry) the folder is not empty, cannot be made, or is being filled.
+    """
+
+    def __init__(self, dst: str) -> None:
+        self.dst = os.path.realpath(dst)
+        self._exists = os.path.lexists(self.dst)
+        self._made = False
+        # An existing folder may be a mount point or somebody's working directory: it stays, and is filled.
+        self.work = os.path.join(self.dst, WORK_NAME) if self._exists else self.dst + PARTIAL
+
+    def __enter__(self) -> Place:
+        try:
+            if self._exists and (taken := sorted(os.listdir(self.dst))):
+                raise OutputError(f"{self.dst} is not empty (it holds {printable(taken[0])!r}); choose a new folder")
+            os.makedirs(os.path.dirname(self.work), exist_ok=True)
+            os.mkdir(self.work)
+            self._made = True
+        except FileExistsError as error:
+            raise OutputError(
+                f"{self.work} is there already: another unpacking is running, or one was killed; delete it if none is"
+            ) from error
+        except OSError as error:
+            raise OutputError(f"cannot make {self.work}: {error.strerror}; choose another folder") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._made:
+            shutil.rmtree(self.work, ignore_errors=True)
+
+    def finish(self) -> None:
+        """Everything is written: give it its name."""
+        self._made = False
+        try:
+            if not self._exists:
+                os.rename(self.work, self.dst)
+                return
+            for name in sorted(os.listdir(self.work)):
+                os.rename(os.path.join(self.work, name), os.path.join(self.dst, name))
+            os.rmdir(self.work)
+        except OSError as error:
+            raise OutputError(
+                f"cannot move {self.work} into place: {error.strerror}; all files are there, move them yourself"
+            ) from error
+
+
+class Tree:
+    """Makes files below one folder, component by component, following no link on the way. A context manager.
+
+    Folders stay open while they are in use: 128 of them, so that files of many classes come in any order.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._fds: OrderedDict[bytes, int] = OrderedDict()  # the least recently used goes first
+        self._top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __enter__(self) -> Tree:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for fd in (*self._fds.values(), self._top):
+            os.close(fd)
+
+    def create(self, path: bytes) -> NewFile:
+        """A new file, open for writing; folders are made as needed.
+
+        Raises:
+            OutputError: it is there already, or cannot be made.
+        """
+        folder, _, name = path.rpartition(b"/")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            return NewFile(os.open(name, flags, 0o666, dir_fd=self._folder(folder)), path)
+        except OSError as error:
+            raise _output_error(self._root, path, error) from error
+
+    def _folder(self, path: bytes) -> int:
+        if not path:
+            return self._top
+        fd = self._fds.get(path)
+        if fd is not None:
+            self._fds.move_to_end(path)
+            return fd
+        above, _, name = path.rpartition(b"/")
+        parent = self._folder(above)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=parent)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        self._fds[path] = fd
+        if len(self._fds) > _OPEN_FOLDERS:
+            os.close(self._fds.popitem(last=False)[1])
+        return fd
+
+
+class NewFile:
+    """A file being written. A context manager; cheaper than Python's file objects by half."""
+
+    def __init__(self, fd: int, path: bytes) -> None:
+        self._fd = fd
+        self._path = path
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._fd)
+
+    def write(self, data: memoryview) -> None:
+        """Append all of the bytes."""
+        try:
+            while len(data):
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise _output_error("", self._path, error) from error
+
+
+def _output_error(root: str, path: bytes, error: OSError) -> OutputError:
+    advice = {
+        errno.ENOSPC: "free some space and run it again",
+        errno.EDQUOT: "the quota is used up; free some space and run it again",
+        errno.EEXIST: "does this file system take upper and lower case for the same? unpack onto another",
+        errno.EILSEQ: "this file system does not take such names; unpack onto another",
+        errno.ENAMETOOLONG: "unpack into a folder with a shorter path",
+    }.get(error.errno or 0, "nothing was kept")
+    return OutputError(f"cannot write {os.path.join(root, printable(path))}: {error.strerror}; {advice}")
