@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -59,20 +61,20 @@ class LocalProcesses:
         """See `Engine.run`."""
         context = multiprocessing.get_context(_start_method())
         samples, size = context.Value("q", 0), context.Value("q", 0)
-        pool = ProcessPoolExecutor(self.workers, context, _start_worker, (samples, size, os.getpid()))
+        pool = ProcessPoolExecutor(self.workers, context, _start_worker, (samples, size))
         seen = (0, 0)
         waiting = iter(tasks)
         running: set[Future[Result]] = set()
         try:
             while True:
-                for task in waiting:
-                    running.add(pool.submit(_in_worker, work, task))
-                    if len(running) >= 2 * self.workers:
-                        break
+                for task in itertools.islice(waiting, 2 * self.workers - len(running)):
+                    with _no_interrupt():
+                        running.add(pool.submit(_in_worker, work, task))
                 if not running:
                     return
                 done, running = wait(running, _POLL_S, FIRST_COMPLETED)
-                now = (samples.value, size.value)
+                # Read without the lock: a worker killed while it holds it must not stop this process too.
+                now = (samples.get_obj().value, size.get_obj().value)
                 report(now[0] - seen[0], now[1] - seen[1])
                 seen = now
                 for future in done:
@@ -84,6 +86,16 @@ class LocalProcesses:
             ) from error
         finally:
             _stop(pool)
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Ctrl-C waits until the block ends: processes started in it are born deaf to it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def local_engine(workers: int | None, tasks: int) -> Engine:
@@ -105,19 +117,20 @@ def _start_method() -> str:
 _counters: tuple[Synchronized[int], Synchronized[int]] | None = None
 
 
-def _start_worker(samples: Synchronized[int], size: Synchronized[int], parent: int) -> None:
+def _start_worker(samples: Synchronized[int], size: Synchronized[int]) -> None:
     global _counters
     _counters = (samples, size)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent() -> None:
     """A killed parent must not leave workers writing into a folder that the next run takes over."""
-    while os.getppid() == parent:
-        threading.Event().wait(0.5)
-    os._exit(1)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _in_worker(work: Callable[[Any, Report], Result], task: Any) -> Result:

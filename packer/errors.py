@@ -24,6 +24,21 @@ class MissingExtraError(PackerError):
         super().__init__(
             f"{purpose} needs {package}, which is not installed; run: pip install 'packer-loaders[{extra}]'"
         )
+        self._said = (package, extra, purpose)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (MissingExtraError, self._said)
+
+
+class MissingToolError(PackerError):
+    """A program that pip cannot install is not on the PATH; the message says where to get it."""
+
+    def __init__(self, tool: str, purpose: str, how: str) -> None:
+        super().__init__(f"{purpose} needs the program {tool}, which is not on the PATH; {how}")
+        self._said = (tool, purpose, how)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (MissingToolError, self._said)
 
 
 class SourceError(PackerError):
@@ -45,10 +60,15 @@ class ProblemsError(PackerError):
 
     def __init__(self, headline: str, problems: Sequence[tuple[str, str]], advice: str) -> None:
         self.problems = list(problems)
+        self._said = (headline, advice)
         lines = [f"  {path}: {reason}" for path, reason in self.problems[: self.SHOWN]]
         if len(self.problems) > self.SHOWN:
             lines.append(f"  … and {len(self.problems) - self.SHOWN} more")
         super().__init__("\n".join([headline, *lines, advice]))
+
+    def __reduce__(self) -> tuple[object, ...]:  # workers send it to their parent
+        headline, advice = self._said
+        return (ProblemsError, (headline, self.problems, advice))
 
 
 class BadImageError(PackerError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from crc32c import crc32c
+import numpy as np
 
-from packer.index import Names, Rows, npy_parts
+from packer.index import Names, NamesToWrite, Rows, npy_header, npy_rows, row_dtype
 from packer.manifest import Manifest, Split
 from packer.storage import write_atomic, write_json
 
@@ -19,7 +19,7 @@ def finish(
     folder: str,
     *,
     format: str,  # noqa: A002
-    splits: Sequence[tuple[Split, Rows, Names]],
+    splits: Sequence[tuple[Split, Rows | Iterable[Rows], Names | NamesToWrite]],
     fields: Sequence[str],
     classes: Sequence[str] | None = None,
     source: Mapping[str, Any] | None = None,
@@ -34,7 +34,8 @@ def finish(
     Args:
         folder: the dataset's folder, which already holds the shards.
         format: name of the shard format.
-        splits: per split its shards, its rows (n,) of `row_dtype(fields)` and its names.
+        splits: per split its shards, its rows (n,) of `row_dtype(fields)`, all at once or piece by piece,
+            and its names.
         fields: field names in the index's order.
         classes: class names by label, or None.
         source: counts of where the samples came from.
@@ -52,13 +53,13 @@ def finish(
     """
     sidecars: dict[str, dict[str, int]] = {}
     for split, rows, names in splits:
-        if not len(rows) == len(names.keys) == split.samples or len(names.paths) != len(fields):
+        if len(names.keys) != split.samples or len(names.paths) != len(fields):
             raise ValueError(
-                f"split {split.name!r}: {split.samples} samples in shards, {len(rows)} rows, "
-                f"{len(names.keys)} keys; {len(fields)} fields, {len(names.paths)} columns of paths"
+                f"split {split.name!r}: {split.samples} samples in shards, {len(names.keys)} keys; "
+                f"{len(fields)} fields, {len(names.paths)} columns of paths"
             )
-        sidecars[split.index_file] = _write(folder, split.index_file, *npy_parts(rows))
-        sidecars[split.names_file] = _write(folder, split.names_file, *names.parts())
+        for name, parts in ((split.index_file, _index_parts(split, rows, fields)), (split.names_file, names.parts())):
+            sidecars[name] = write_atomic(os.path.join(folder, name), parts)._asdict()
         if format == WEBDATASET:
             write_json(os.path.join(folder, split.wids_file), wids_index(split))
     manifest = Manifest(
@@ -87,9 +88,15 @@ def wids_index(split: Split) -> dict[str, Any]:
     }
 
 
-def _write(folder: str, name: str, *parts: bytes | memoryview) -> dict[str, int]:
-    write_atomic(os.path.join(folder, name), *parts)
-    checksum = 0
-    for part in parts:
-        checksum = crc32c(part, checksum)
-    return {"bytes": sum(len(part) for part in parts), "crc32c": checksum}
+def _index_parts(split: Split, rows: Rows | Iterable[Rows], fields: Sequence[str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a split's index, piece by piece. Raises ValueError where rows and shards disagree."""
+    pieces = iter([rows] if isinstance(rows, np.ndarray) else rows)
+    first = next(pieces, None)
+    yield npy_header(row_dtype(fields) if first is None else first.dtype, split.samples)
+    count = 0
+    while first is not None:
+        yield npy_rows(first)
+        count += len(first)
+        first = next(pieces, None)
+    if count != split.samples:
+        raise ValueError(f"split {split.name!r}: {split.samples} samples in shards, {count} rows")

@@ -20,7 +20,7 @@ field f, empty where the field was made by packing or is absent.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from tokenize import TokenError
 from zipfile import BadZipFile
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packer.errors import ManifestError
-from packer.strings import Strings
+from packer.strings import Strings, Taken
 
 Rows = npt.NDArray[np.void]
 
@@ -100,22 +100,24 @@ def _open_array(path: str, *, mapped: bool) -> Rows:
     return rows
 
 
-def npy_parts(rows: Rows) -> tuple[bytes, memoryview]:
-    """The exact bytes of the `.npy` file for these rows: its header, and the rows without a copy.
+def npy_header(dtype: np.dtype[np.void], samples: int) -> bytes:
+    """What a `.npy` file of so many rows begins with; the rows' own bytes follow.
 
     numpy's own writer copies the rows, and warns where a header needs more than format 1.0.
     """
-    descr = np.lib.format.dtype_to_descr(rows.dtype)
-    text = repr({"descr": descr, "fortran_order": False, "shape": rows.shape}).encode("utf-8")
+    descr = np.lib.format.dtype_to_descr(dtype)
+    text = repr({"descr": descr, "fortran_order": False, "shape": (samples,)}).encode("utf-8")
     plain = text.isascii() and len(text) < 65_000
     before = 10 if plain else 12
     text += b" " * (-(before + len(text) + 1) % 64) + b"\n"
-    head = (
-        np.lib.format.magic(1, 0) + len(text).to_bytes(2, "little")
-        if plain
-        else np.lib.format.magic(3, 0) + len(text).to_bytes(4, "little")
-    )
-    return head + text, np.ascontiguousarray(rows).view(np.uint8).data
+    if plain:
+        return bytes(np.lib.format.magic(1, 0)) + len(text).to_bytes(2, "little") + text
+    return bytes(np.lib.format.magic(3, 0)) + len(text).to_bytes(4, "little") + text
+
+
+def npy_rows(rows: Rows) -> memoryview:
+    """The bytes of these rows as they stand in a `.npy` file, without a copy."""
+    return np.ascontiguousarray(rows).view(np.uint8).data
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,13 +132,9 @@ class Names:
     keys: Strings
     paths: tuple[Strings, ...]
 
-    def parts(self) -> list[bytes | memoryview]:
+    def parts(self) -> Iterator[bytes | memoryview]:
         """The bytes of the `.names` file, in pieces, the strings without a copy."""
-        columns = (self.keys, *self.paths)
-        parts: list[bytes | memoryview] = [_MAGIC, np.array([len(self.keys), len(columns)], "<u8").tobytes()]
-        for column in columns:
-            parts += [column.ends.astype("<u8").tobytes(), column.blob]
-        return parts
+        return _names_parts((self.keys, *self.paths))
 
     @staticmethod
     def load(path: str, samples: int, fields: Sequence[str]) -> Names:
@@ -168,3 +166,22 @@ class Names:
             at = until + int(ends[-1])
             columns.append(Strings(raw.data[until:at], ends))
         return Names(columns[0], tuple(columns[1:]))
+
+
+@dataclass(frozen=True, eq=False)
+class NamesToWrite:
+    """What `Names` holds, for writing alone: columns in another order that is made piece by piece."""
+
+    keys: Taken
+    paths: tuple[Taken, ...]
+
+    def parts(self) -> Iterator[bytes | memoryview]:
+        """The bytes of the `.names` file, in pieces."""
+        return _names_parts((self.keys, *self.paths))
+
+
+def _names_parts(columns: Sequence[Strings] | Sequence[Taken]) -> Iterator[bytes | memoryview]:
+    yield _MAGIC + np.array([len(columns[0]), len(columns)], "<u8").tobytes()
+    for column in columns:
+        yield column.ends.astype("<u8").tobytes()
+        yield from column.pieces()

@@ -1,39 +1,39 @@
 """Packing: scan, plan, write every shard, finish. Killed at any moment, the same command goes on.
 
-The state of an unfinished job lies in `OUT/.packer/`: `job.json` (the plan's fingerprint) and per
-finished shard `<shard>.rows.npy` and `<shard>.json`, made durable before the shard gets its name.
-The manifest comes last; then the state is removed.
+What a finished shard holds is made durable in the job's state before the shard gets its name (see
+`packer.job`). The manifest comes last; then the state is removed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
 from packer import __version__
-from packer.engines import Engine, InProcess, LocalProcesses, Report, cpu_count
-from packer.errors import ManifestError, OutputError, ProblemsError, UsageError
+from packer.engines import local_engine
+from packer.errors import ProblemsError, UsageError
 from packer.finish import finish
 from packer.formats import get_format
-from packer.index import Names, Rows
-from packer.manifest import FILE, Manifest, Shard, Split
+from packer.index import NamesToWrite, Rows
+from packer.job import complete, own
+from packer.manifest import Manifest, Shard, Split
 from packer.plan import Plan, PlannedShard, PlanOptions, plan
 from packer.sample import printable
 from packer.shard import Encoder, Finished, ShardTask, write_shard
 from packer.sources.base import Scan, ScanProgress, Source
-from packer.storage import PARTIAL, exclusive, write_json
-from packer.strings import Strings
+from packer.storage import PARTIAL, write_json
+from packer.strings import Int64s, Taken
 
-STATE = ".packer"
 REPORT = "report.json"
 
 
@@ -73,19 +73,23 @@ class PackResult:
     Attributes:
         manifest: as written.
         already_complete: nothing was done: the folder held this very dataset.
-        skipped: `(path, reason)` of every file left out, by rule or by `on_error='skip'`.
+        skipped: `(path, reason)` of what is no sample by rule.
+        broken: `(path, reason)` of what should have been one, left out by `on_error='skip'`.
         warnings: what the user should know.
         seconds: wall time.
         resumed_shards: shards that an earlier run had finished.
-        encoded: how many payloads the encoder changed, kept as they were and why.
+        written_bytes: size of the shards that this run wrote.
+        encoded: how many payloads the encoder changed, or kept as they were and why.
     """
 
     manifest: Manifest
     already_complete: bool
     skipped: list[tuple[str, str]]
+    broken: list[tuple[str, str]]
     warnings: list[str]
     seconds: float
     resumed_shards: int
+    written_bytes: int
     encoded: dict[str, int]
 
 
@@ -138,15 +142,29 @@ class Prepared:
         """The samples."""
         return self.plan.scan
 
+    def payload_bytes(self) -> list[int]:
+        """Per shard, the bytes to be read for it."""
+        total = np.concatenate([[0], np.cumsum(self.scan.sizes)])
+        sizes = np.diff(total[self.scan.first])[self.plan.order]
+        return [int(sizes[shard.start : shard.stop].sum()) for shard in self.plan.shards]
+
+    def job(self) -> dict[str, Any]:
+        """What this job is, for `packer.job.own`."""
+        return {
+            "fingerprint": self.fingerprint,
+            "packer": __version__,
+            "source": self.source.describe(),
+            "samples": len(self.scan),
+            "options": _options(self.options),
+        }
+
+    @cached_property
     def fingerprint(self) -> str:
         """Equal fingerprints give equal bytes: everything that decides the output, hashed."""
-        scan, options = self.plan.scan, self.options
+        scan = self.plan.scan
         settings = {
             "packer": __version__,
-            "format": options.format,
-            "plan": asdict(options.plan),
-            "check": options.check,
-            "encoder": None if options.encoder is None else options.encoder.fingerprint(),
+            "options": _options(self.options),
             "fields": scan.fields,
             "splits": scan.splits,
             "classes": scan.classes,
@@ -166,7 +184,7 @@ class Prepared:
             scan.split,
             self.plan.order,
         ):
-            digest.update(np.ascontiguousarray(column).tobytes())
+            digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
 
 
@@ -188,13 +206,29 @@ def prepare(
     Raises:
         SourceError: see `Source.scan`.
         UsageError: options that contradict the source.
+        ProblemsError: files longer than the format can hold, all listed.
     """
     scan = source.scan(progress)
     if choose is not None and len(scan):
         scan = choose(scan)
     format_ = get_format(options.format)
+    _refuse_too_long(scan, format_.name, format_.max_field_bytes)
     planned = plan(scan, format_.sample_bytes(scan), format_.overhead, options.plan)
-    return Prepared(source, options, planned, [(printable(path), reason) for path, reason in scan.skipped])
+    return Prepared(source, options, planned, _printable(scan.skipped))
+
+
+def _refuse_too_long(scan: Scan, name: str, limit: int) -> None:
+    files = np.flatnonzero(scan.sizes > limit).tolist()
+    if files:
+        raise ProblemsError(
+            f"{len(files)} file(s) are longer than {name} shards can hold ({limit:,} bytes):",
+            [(printable(scan.paths[i]), f"{int(scan.sizes[i]):,} bytes") for i in files],
+            "leave them out with --exclude, or cut them up",
+        )
+
+
+def _printable(entries: Sequence[tuple[bytes, str]]) -> list[tuple[str, str]]:
+    return [(printable(path), reason) for path, reason in entries]
 
 
 def pack(
@@ -234,10 +268,10 @@ def pack_prepared(prepared: Prepared, out: str | os.PathLike[str], *, progress: 
     progress = progress or Silent()
     begin = time.monotonic()
     out = os.fspath(out)
-    fingerprint = prepared.fingerprint()
-    if (done := _already_complete(out, fingerprint)) is not None:
-        return PackResult(done, True, [], [], time.monotonic() - begin, 0, {})
-    problems = [(printable(path), reason) for path, reason in prepared.scan.problems]
+    job = prepared.job()
+    if (done := complete(out, job["fingerprint"])) is not None:
+        return PackResult(done, True, [], [], [], time.monotonic() - begin, 0, 0, {})
+    problems = _printable(prepared.scan.problems)
     if problems and prepared.options.on_error == "raise":
         raise ProblemsError(
             f"{len(problems)} file(s) cannot become samples; nothing was written:",
@@ -246,83 +280,36 @@ def pack_prepared(prepared: Prepared, out: str | os.PathLike[str], *, progress: 
         )
     if not len(prepared.scan):
         raise ProblemsError("no sample is left:", problems, "check the source folder and --layout")
-    with _job(out, fingerprint, prepared):
-        finished, resumed = _write_shards(prepared, out, progress)
-        result = _finish(prepared, out, fingerprint, finished, problems)
-        shutil.rmtree(os.path.join(out, STATE))
-    encoded: dict[str, int] = {}
+    with own(out, job) as state:
+        finished, resumed = _write_shards(prepared, out, state, progress)
+        broken = [*problems, *(one for shard in finished.values() for one in shard.broken)]
+        if not any(shard.samples for shard in finished.values()):
+            raise ProblemsError("every sample was left out:", broken, "check the source, or try --check none")
+        manifest = _finish(prepared, out, state, finished, broken)
+        shutil.rmtree(state)
+    encoded: Counter[str] = Counter()
     for shard in finished.values():
-        for what, count in shard.encoded.items():
-            encoded[what] = encoded.get(what, 0) + count
-    skipped = [*prepared.skipped, *problems, *(skip for f in finished.values() for skip in f.skipped)]
-    return PackResult(result, False, skipped, list(prepared.plan.warnings), time.monotonic() - begin, resumed, encoded)
-
-
-# ---------------------------------------------------------------- the output folder
-
-
-def _already_complete(out: str, fingerprint: str) -> Manifest | None:
-    if not os.path.exists(os.path.join(out, FILE)):
-        return None
-    manifest = Manifest.load(out)
-    if manifest.fingerprint == fingerprint:
-        return manifest
-    raise OutputError(
-        f"{out} already holds a dataset of {manifest.samples} samples, packed from another source or "
-        "with other options; choose another folder, or delete it first"
+        encoded.update(shard.encoded)
+    return PackResult(
+        manifest,
+        False,
+        prepared.skipped,
+        broken,
+        [*prepared.plan.warnings, *_emptied(prepared.scan, manifest)],
+        time.monotonic() - begin,
+        len(resumed),
+        sum(shard.bytes for name, shard in finished.items() if name not in resumed),
+        dict(encoded),
     )
 
 
-@contextlib.contextmanager
-def _job(out: str, fingerprint: str, prepared: Prepared) -> Iterator[None]:
-    """Own the output folder: nobody else's files in it, nobody else at work in it."""
-    state = os.path.join(out, STATE)
-    try:
-        existing = os.listdir(out)
-    except FileNotFoundError:
-        existing = []
-    except OSError as error:
-        raise OutputError(f"{out}: {error.strerror}; choose a folder for the shards") from error
-    if existing and STATE not in existing:
-        raise OutputError(
-            f"{out} is not empty ({', '.join(sorted(existing)[:3])}…) and holds no packing job; choose a new folder"
-        )
-    try:
-        os.makedirs(state, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot make {out}: {error.strerror}") from error
-    with exclusive(os.path.join(state, "lock"), out):
-        _claim(os.path.join(state, "job.json"), out, fingerprint, prepared)
-        yield
-
-
-def _claim(path: str, out: str, fingerprint: str, prepared: Prepared) -> None:
-    job = {
-        "fingerprint": fingerprint,
-        "source": prepared.source.describe(),
-        "samples": len(prepared.scan),
-        "options": _options(prepared.options),
-    }
-    try:
-        with open(path, encoding="utf-8") as f:
-            found = json.load(f)
-    except (FileNotFoundError, ValueError):
-        write_json(path, job)
-        return
-    if found.get("fingerprint") != fingerprint:
-        differences = [
-            f"{name} was {found.get(name)!r}, is {job[name]!r}"
-            for name in ("source", "samples", "options")
-            if json.dumps(found.get(name)) != json.dumps(job[name])
-        ]
-        raise OutputError(
-            f"{out} holds an unfinished job that differs from this one ("
-            f"{'; '.join(differences) or 'the files in the source have changed'}); "
-            "run that command again to finish it, or delete the folder and start afresh"
-        )
+def _emptied(scan: Scan, manifest: Manifest) -> list[str]:
+    present = {scan.splits[i] for i in np.unique(scan.split).tolist()}
+    return [f"split {name!r}: every sample was left out" for name in sorted(present - set(manifest.splits))]
 
 
 def _options(options: PackOptions) -> dict[str, Any]:
+    """What decides the bytes, as JSON gives it back."""
     value = asdict(options.plan)
     value |= {
         "format": options.format,
@@ -335,37 +322,42 @@ def _options(options: PackOptions) -> dict[str, Any]:
 # ---------------------------------------------------------------- the shards
 
 
-def _write_shards(prepared: Prepared, out: str, progress: Progress) -> tuple[dict[str, Finished], int]:
-    """Write what is missing; returns every shard by name, and how many were there before."""
+def _write_shards(
+    prepared: Prepared, out: str, state: str, progress: Progress
+) -> tuple[dict[str, Finished], frozenset[str]]:
+    """Write what is missing; returns every shard by name, in order, and the names of those that were there before."""
+    skip = prepared.options.on_error == "skip"
     suffix = get_format(prepared.options.format).suffix
-    names = [f"{shard.split}-{shard.number:06d}{suffix}" for shard in prepared.plan.shards]
-    finished = {name: found for name in names if (found := Finished.load(out, os.path.join(out, STATE), name))}
-    resumed = len(finished)
-    todo = [(name, shard) for name, shard in zip(names, prepared.plan.shards, strict=True) if name not in finished]
+    shards = {f"{shard.split}-{shard.number:06d}{suffix}": shard for shard in prepared.plan.shards}
+    finished: dict[str, Finished] = {}
+    for name, shard in shards.items():
+        if (found := Finished.load(out, state, name, planned=shard.stop - shard.start, skip=skip)) is not None:
+            finished[name] = found
+    resumed = frozenset(finished)
     for entry in os.scandir(out):
         if entry.name.endswith(PARTIAL):
             os.unlink(entry.path)
-    progress.start_packing(sum(s.stop - s.start for _, s in todo), sum(s.bytes for _, s in todo))
     if prepared.options.encoder is not None:
         prepared.options.encoder.check_available()
-    workers = min(prepared.options.workers or cpu_count(), max(len(todo), 1))
-    engine: Engine = InProcess() if workers == 1 else LocalProcesses(workers)
-    tasks = (_task(prepared, out, name, shard) for name, shard in todo)
-    report: Report = progress.packed
-    for result in engine.run(write_shard, tasks, report):
+    todo = [(name, shard) for name, shard in shards.items() if name not in finished]
+    payload = dict(zip(shards, prepared.payload_bytes(), strict=True))
+    progress.start_packing(sum(shard.stop - shard.start for _, shard in todo), sum(payload[name] for name, _ in todo))
+    engine = local_engine(prepared.options.workers, len(todo))
+    tasks = (_task(prepared, out, state, name, shard) for name, shard in todo)
+    for result in engine.run(write_shard, tasks, progress.packed):
         finished[result.name] = result
-    return {name: finished[name] for name in names}, resumed
+    return {name: finished[name] for name in shards}, resumed
 
 
-def _task(prepared: Prepared, out: str, name: str, shard: PlannedShard) -> ShardTask:
+def _task(prepared: Prepared, out: str, state: str, name: str, shard: PlannedShard) -> ShardTask:
     options = prepared.options
     return ShardTask(
         out=out,
-        state=os.path.join(out, STATE),
+        state=state,
         name=name,
         format=options.format,
         source=prepared.source,
-        scan=prepared.scan.take(prepared.plan.order[shard.start : shard.stop]),
+        scan=replace(prepared.scan, skipped=(), problems=()).take(prepared.plan.order[shard.start : shard.stop]),
         skip=options.on_error == "skip",
         check=options.check,
         encoder=options.encoder,
@@ -376,69 +368,55 @@ def _task(prepared: Prepared, out: str, name: str, shard: PlannedShard) -> Shard
 
 
 def _finish(
-    prepared: Prepared, out: str, fingerprint: str, finished: dict[str, Finished], problems: list[tuple[str, str]]
+    prepared: Prepared, out: str, state: str, finished: dict[str, Finished], broken: list[tuple[str, str]]
 ) -> Manifest:
     scan = prepared.scan
     fields = (*scan.fields, "cls") if scan.made_cls else scan.fields
     splits = []
-    by_split: dict[str, list[tuple[PlannedShard, Finished]]] = {name: [] for name in scan.splits}
-    for shard, done in zip(prepared.plan.shards, finished.values(), strict=True):
-        by_split[shard.split].append((shard, done))
-    for name, shards in by_split.items():
-        if not shards:
-            continue
-        rows = [done.rows(os.path.join(out, STATE)) for _, done in shards]
-        for number, part in enumerate(rows):
-            part["shard"] = number
-        kept = [
-            prepared.plan.order[shard.start : shard.stop][done.kept(shard.stop - shard.start)] for shard, done in shards
-        ]
-        facts = tuple(Shard(done.name, done.samples, done.bytes, done.crc32c) for _, done in shards)
-        splits.append((Split(name, facts), _concatenate(rows), _names(scan.take(np.concatenate(kept)), fields)))
-    skipped = [*prepared.skipped, *problems, *(skip for f in finished.values() for skip in f.skipped)]
-    write_json(os.path.join(out, REPORT), {"skipped": [{"path": path, "reason": reason} for path, reason in skipped]})
-    reasons: dict[str, int] = {}
-    for _, reason in skipped:
-        reasons[reason] = reasons.get(reason, 0) + 1
+    for name in scan.splits:
+        pairs = zip(prepared.plan.shards, finished.values(), strict=True)
+        shards = [(shard, done) for shard, done in pairs if shard.split == name and done.samples]
+        if shards:
+            order = np.concatenate(
+                [prepared.plan.order[s.start : s.stop][done.kept(s.stop - s.start)] for s, done in shards]
+            )
+            split = Split(name, tuple(Shard(done.name, done.samples, done.bytes, done.crc32c) for _, done in shards))
+            splits.append((split, _rows([done for _, done in shards], state, fields), _names(scan, order, len(fields))))
+    entries = [("rule", *entry) for entry in prepared.skipped] + [("broken", *entry) for entry in broken]
+    listed = [{"path": path, "reason": reason, "kind": kind} for kind, path, reason in entries]
+    write_json(os.path.join(out, REPORT), {"skipped": listed})
     return finish(
         out,
         format=prepared.options.format,
         splits=splits,
         fields=fields,
         classes=scan.classes,
-        source={"layout": scan.layout, "rule": scan.rule, "skipped": reasons},
+        source={
+            "layout": scan.layout,
+            "rule": scan.rule,
+            "skipped": dict(Counter(reason for _, reason in prepared.skipped)),
+            "broken": len(broken),
+        },
         options=_options(prepared.options),
-        fingerprint=fingerprint,
+        fingerprint=prepared.fingerprint,
     )
 
 
-def _concatenate(rows: list[Rows]) -> Rows:
-    return np.concatenate(rows) if len(rows) > 1 else rows[0]
+def _rows(shards: Sequence[Finished], state: str, fields: Sequence[str]) -> Iterator[Rows]:
+    """The index, shard by shard: all of it in memory would be too much for some datasets."""
+    for number, shard in enumerate(shards):
+        rows = shard.rows(state, fields)
+        rows["shard"] = number
+        yield rows
 
 
-def _names(scan: Scan, fields: tuple[str, ...]) -> Names:
+def _names(scan: Scan, order: Int64s, fields: int) -> NamesToWrite:
     """Keys, and per field the original path: empty where the sample lacks it or packing made it."""
-    columns = []
     sample = np.repeat(np.arange(len(scan)), np.diff(scan.first))
-    for number in range(len(fields)):
+    columns = []
+    for number in range(fields):
         files = np.flatnonzero(scan.field == number)
-        if len(files) == len(scan):
-            columns.append(scan.paths.take(files))
-            continue
-        lengths = np.zeros(len(scan) + 1, np.int64)
-        lengths[sample[files] + 1] = scan.paths.lengths[files]
-        columns.append(Strings(scan.paths.take(files).blob, np.cumsum(lengths)))
-    return Names(scan.keys, tuple(columns))
-
-
-__all__ = [
-    "Encoder",
-    "ManifestError",
-    "PackOptions",
-    "PackResult",
-    "Prepared",
-    "Progress",
-    "pack",
-    "pack_prepared",
-    "prepare",
-]
+        file_of = np.full(len(scan), -1, np.int64)
+        file_of[sample[files]] = files
+        columns.append(Taken(scan.paths, file_of[order]))
+    return NamesToWrite(Taken(scan.keys, order), tuple(columns))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,12 +17,14 @@ from packer.errors import BadImageError, ProblemsError
 from packer.formats import get_format
 from packer.formats.base import Batch, Format, ShardWriter
 from packer.imaging import decode_check, probe, probe_all
-from packer.index import Rows, empty_rows
+from packer.index import Rows, empty_rows, npy_rows, row_dtype
 from packer.sample import is_image_field, printable
 from packer.sources.base import Reader, Scan, Source
-from packer.storage import PARTIAL, fsync_folder, write_json
+from packer.storage import PARTIAL, fsync_folder, output_error, write_atomic, write_json
 from packer.strings import Int64s
 
+#: A sample of more payload bytes is written piece by piece: memory must not grow with it.
+LARGE_BYTES = 64 << 20
 #: Payload bytes laid out and written at a time: fewer leave numpy's overhead per batch, more leave the cache.
 BATCH_BYTES = 4 << 20
 _LABEL_FIELD = "cls"
@@ -75,12 +78,13 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class Finished:
-    """A shard that is in place.
+    """A shard that is in place. A shard of no samples (all were left out) has no file.
 
     Attributes:
         name, samples, bytes, crc32c: as in the manifest.
-        skipped: `(path, reason)` of samples left out.
-        dropped: their positions in the shard's plan.
+        rows_crc32c: of the saved index rows.
+        broken: `(path, reason)` of files that were left out.
+        dropped: positions in the shard's plan of the samples that were left out.
         encoded: what the encoder did, counted.
     """
 
@@ -88,38 +92,42 @@ class Finished:
     samples: int
     bytes: int
     crc32c: int
-    skipped: tuple[tuple[str, str], ...] = ()
+    rows_crc32c: int
+    broken: tuple[tuple[str, str], ...] = ()
     dropped: tuple[int, ...] = ()
     encoded: dict[str, int] = field(default_factory=dict)
 
-    def save(self, state: str, rows: Rows) -> None:
-        """Make rows and facts durable. Before the shard gets its final name."""
-        np.save(os.path.join(state, f"{self.name}.rows.npy.tmp.npy"), rows)
-        with open(os.path.join(state, f"{self.name}.rows.npy.tmp.npy"), "rb+") as f:
-            os.fsync(f.fileno())
-        os.rename(os.path.join(state, f"{self.name}.rows.npy.tmp.npy"), os.path.join(state, f"{self.name}.rows.npy"))
-        write_json(os.path.join(state, f"{self.name}.json"), vars(self), indent=None)
-
     @staticmethod
-    def load(out: str, state: str, name: str) -> Finished | None:
-        """What an earlier run finished, or None where the shard must be written (again)."""
-        try:
-            with open(os.path.join(state, f"{name}.json"), encoding="ascii") as f:
-                value: dict[str, Any] = json.load(f)
-            if os.path.getsize(os.path.join(out, name)) != value["bytes"]:
-                return None
-            if not os.path.exists(os.path.join(state, f"{name}.rows.npy")):
-                return None
-        except (OSError, ValueError, KeyError):
-            return None
-        value["skipped"] = tuple((path, reason) for path, reason in value["skipped"])
-        value["dropped"] = tuple(value["dropped"])
-        return Finished(**value)
+    def load(out: str, state: str, name: str, *, planned: int, skip: bool) -> Finished | None:
+        """What an earlier run finished, or None where the shard must be written (again).
 
-    def rows(self, state: str) -> Rows:
+        Args:
+            out: the shard's folder.
+            state: the job's folder.
+            name: the shard's file name.
+            planned: how many samples it was to have.
+            skip: whether it may lack some of them.
+        """
+        try:
+            with open(os.path.join(state, name + ".json"), encoding="ascii") as f:
+                value: dict[str, Any] = json.load(f)
+            found = Finished(**value)
+            found = replace(found, broken=tuple((p, r) for p, r in found.broken), dropped=tuple(found.dropped))
+            with open(os.path.join(state, name + ".rows"), "rb") as f:
+                rows = f.read()
+            size = os.path.getsize(os.path.join(out, name)) if found.samples else 0
+        except (OSError, ValueError, TypeError):
+            return None
+        whole = (
+            (found.name, size, crc32c(rows)) == (name, found.bytes, found.rows_crc32c)
+            and found.samples + len(found.dropped) == planned
+            and (skip or not found.dropped)
+        )
+        return found if whole else None
+
+    def rows(self, state: str, fields: Sequence[str]) -> Rows:
         """The shard's index rows."""
-        rows: Rows = np.load(os.path.join(state, f"{self.name}.rows.npy"), allow_pickle=False)
-        return rows
+        return np.fromfile(os.path.join(state, self.name + ".rows"), row_dtype(fields))
 
     def kept(self, planned: int) -> npt.NDArray[np.bool_]:
         """Bool (planned,): which of the planned samples are in the shard."""
@@ -137,25 +145,35 @@ def write_shard(task: ShardTask, report: Report) -> Finished:
         OutputError: the disk is full or the folder cannot be written.
     """
     final = os.path.join(task.out, task.name)
-    run = _Run(task, get_format(task.format).writer(final + PARTIAL))
+    partial = f"{final}.{os.getpid()}{PARTIAL}"  # a dying worker of a killed run must not share it
+    run = _Run(task, get_format(task.format).writer(partial))
     try:
         for begin, end in _batches(task.scan, get_format(task.format)):
             report(end - begin, run.batch(begin, end))
         written = run.writer.close()
-    except BaseException:
-        run.writer.abort()
-        if os.path.exists(final + PARTIAL):
-            os.unlink(final + PARTIAL)
-        raise
+        rows = npy_rows(run.rows[: run.count])
+        facts = write_atomic(os.path.join(task.state, task.name + ".rows"), [rows])
+        size, checksum = written if run.count else (0, 0)
+        done = Finished(
+            task.name, run.count, size, checksum, facts.crc32c, tuple(run.broken), tuple(run.dropped), run.encoded
+        )
+        write_json(os.path.join(task.state, task.name + ".json"), vars(done), indent=None)
+        if run.count:
+            _put_in_place(partial, final)
     finally:
+        run.writer.abort()
         run.reader.close()
-    finished = Finished(
-        task.name, run.count, written.bytes, written.crc32c, tuple(run.skipped), tuple(run.dropped), run.encoded
-    )
-    finished.save(task.state, run.rows[: run.count])
-    os.rename(final + PARTIAL, final)
-    fsync_folder(task.out)
-    return finished
+        if os.path.exists(partial):
+            os.unlink(partial)
+    return done
+
+
+def _put_in_place(partial: str, final: str) -> None:
+    try:
+        os.rename(partial, final)
+        fsync_folder(os.path.dirname(final))
+    except OSError as error:
+        raise output_error(final, error) from error
 
 
 def _batches(scan: Scan, format_: Format) -> list[tuple[int, int]]:
@@ -181,9 +199,10 @@ class _Run:
         self.fields = (*scan.fields, _LABEL_FIELD) if scan.made_cls else scan.fields
         self.rows = empty_rows(len(scan), self.fields)
         self.count = 0
-        self.skipped: list[tuple[str, str]] = []
+        self.broken: list[tuple[str, str]] = []
         self.dropped: list[int] = []
         self.encoded: dict[str, int] = {}
+        self._unfit: dict[int, BadImageError] = {}  # by file: pictures that could not be changed
         self._images = np.array([is_image_field(name) for name in scan.fields] or [False])
         self._cls = {label: (text := b"%d" % label, crc32c(text)) for label in np.unique(scan.label).tolist()}
 
@@ -191,8 +210,17 @@ class _Run:
         """Write samples begin…end−1 of the plan; returns how many payload bytes were read."""
         scan = self.task.scan
         files = slice(int(scan.first[begin]), int(scan.first[end]))
+        size = int(scan.sizes[files].sum())
+        if end - begin == 1 and size > LARGE_BYTES:
+            self._large(begin, files)
+        else:
+            self._batch(begin, end, files)
+        return size
+
+    def _batch(self, begin: int, end: int, files: slice) -> None:
+        scan = self.task.scan
         places = scan.places.slice(files.start, files.stop)
-        payloads = None if self.task.encoder is None else self._encode(places, files)
+        payloads = None if self.task.encoder is None else self._load(places, files)
         sizes = scan.sizes[files] if payloads is None else np.array([len(p) for p in payloads], np.int64)
         layout = _Layout(scan, begin, end, files, sizes)
         buffer, at = self.writer.layout(layout.batch)
@@ -208,7 +236,36 @@ class _Run:
         image_sizes, keep = self._look(views, layout, begin, files)
         offsets = self.writer.commit(None if keep.all() else keep)
         self._note(layout, keep, offsets, crcs, image_sizes, begin)
-        return int(scan.sizes[files].sum())
+
+    def _large(self, begin: int, files: slice) -> None:
+        """Write one sample piece by piece; only its pictures are held whole, to be looked at."""
+        scan = self.task.scan
+        places = scan.places.slice(files.start, files.stop)
+        sizes = scan.sizes[files].copy()
+        whole: dict[int, bytes | memoryview] = {}
+        for i in np.flatnonzero(self._images[scan.field[files]]).tolist():
+            (whole[i],) = self._load(places[i : i + 1], slice(files.start + i, files.start + i + 1))
+            sizes[i] = len(whole[i])
+        layout = _Layout(scan, begin, begin + 1, files, sizes)
+        views = [memoryview(whole.get(i, b"")) for i in range(len(places))]
+        image_sizes, keep = self._look(views, layout, begin, files)
+        if not keep.all():
+            return
+        crcs = np.zeros(len(layout.samples), np.uint32)
+        file_of = {int(member): i for i, member in enumerate(layout.file_members)}
+
+        def read(member: int, offset: int, view: memoryview) -> None:
+            i = file_of.get(member)
+            if i is None:
+                view[:] = self._cls[int(scan.label[begin])][0]
+            elif i in whole:
+                view[:] = whole[i][offset : offset + len(view)]
+            else:
+                self.reader.read_piece(places[i], int(sizes[i]), offset, view)
+            crcs[member] = crc32c(view, int(crcs[member]))
+
+        offsets = self.writer.stream(layout.batch, read)
+        self._note(layout, keep, offsets, crcs, image_sizes, begin)
 
     def _look(
         self, views: list[memoryview], layout: _Layout, begin: int, files: slice
@@ -217,6 +274,8 @@ class _Run:
         scan = self.task.scan
         images = np.flatnonzero(self._images[scan.field[files]])
         sizes, bad = self._probe([views[i] for i in images.tolist()])
+        if self._unfit and self.task.check != "none":
+            bad = {i: self._unfit[n] for i, n in enumerate((images + files.start).tolist()) if n in self._unfit} | bad
         keep = np.ones(layout.samples_count, bool)
         for i, error in sorted(bad.items()):
             file = int(images[i])
@@ -233,7 +292,8 @@ class _Run:
         sizes, bad = probe_all(views, decode_check if self.task.check == "decode" else probe)
         return sizes, {} if self.task.check == "none" else bad
 
-    def _encode(self, places: list[bytes], files: slice) -> list[bytes | memoryview]:
+    def _load(self, places: list[bytes], files: slice) -> list[bytes | memoryview]:
+        """Payloads in memory, changed by the encoder if there is one."""
         encoder, scan = self.task.encoder, self.task.scan
         sizes, fields = scan.sizes[files].tolist(), scan.field[files].tolist()
         payloads: list[bytes | memoryview] = [memoryview(bytearray(size)) for size in sizes]
@@ -244,7 +304,8 @@ class _Run:
             try:
                 new, what = encoder.encode(scan.fields[number], memoryview(payload))
             except BadImageError as error:
-                new, what = None, f"kept as they were: {error}"
+                self._unfit[files.start + i] = error
+                new, what = None, "kept as they were: do not decode" if self.task.check == "none" else ""
             if new is not None:
                 payloads[i] = new
             if what:
@@ -269,7 +330,7 @@ class _Run:
                 "mend or remove the file, or run again with --on-error skip to leave such files out and count them; "
                 "finished shards are kept",
             )
-        self.skipped.append((path, reason))
+        self.broken.append((path, reason))
         self.dropped.append(sample)
 
     def _note(

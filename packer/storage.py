@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from crc32c import crc32c
 
 from packer.errors import OutputError
 
@@ -23,37 +26,56 @@ def fsync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def write_atomic(path: str, *parts: bytes | memoryview) -> None:
-    """Write the parts, one after the other, under a temporary name, fsync it, rename it into place."""
+class Facts(NamedTuple):
+    """Size and checksum of a file as written."""
+
+    bytes: int
+    crc32c: int
+
+
+def write_atomic(path: str, parts: Iterable[bytes | memoryview]) -> Facts:
+    """Write the parts, one after the other, under a temporary name, fsync it, rename it into place.
+
+    Raises:
+        OutputError: the file cannot be written; nothing is left of it.
+    """
     partial = path + PARTIAL
+    size = checksum = 0
     try:
         with open(partial, "wb") as f:
             for part in parts:
                 f.write(part)
+                size += len(part)
+                checksum = crc32c(part, checksum)
             f.flush()
             os.fsync(f.fileno())
         os.rename(partial, path)
-    except OSError as error:
+        fsync_folder(os.path.dirname(path) or ".")
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(partial)
-        raise output_error(path, error) from error
-    fsync_folder(os.path.dirname(path) or ".")
+        if isinstance(error, OSError):
+            raise output_error(path, error) from error
+        raise
+    return Facts(size, checksum)
 
 
 def write_json(path: str, value: Any, *, indent: int | None = 2) -> None:
-    """Write JSON atomically: sorted nowhere, so that the writer's order is the reader's."""
-    write_atomic(path, (json.dumps(value, indent=indent) + "\n").encode("ascii"))
+    """Write JSON atomically, keys in the order of the value."""
+    write_atomic(path, [(json.dumps(value, indent=indent) + "\n").encode("ascii")])
 
 
 def output_error(path: str, error: OSError) -> OutputError:
     """What the operating system said about writing `path`, with what to do about it."""
+    again = "run the same command again: finished shards are kept"
     advice = {
-        28: "free some space and run the same command again: finished shards are kept",
-        122: "the quota is used up; free some space and run the same command again: finished shards are kept",
-        13: "choose a folder that you may write to",
-        30: "the file system is read-only; choose another folder",
-        27: "the file system cannot hold a file of this size; lower --shard-size",
-    }.get(error.errno or 0, "run the same command again once this is mended: finished shards are kept")
+        errno.ENOSPC: f"free some space and {again}",
+        errno.EDQUOT: f"the quota is used up; free some space and {again}",
+        errno.EACCES: "choose a folder that you may write to",
+        errno.EPERM: "choose a folder that you may write to",
+        errno.EROFS: "the file system is read-only; choose another folder",
+        errno.EFBIG: "no file may become so large here (ulimit -f, or the file system); lower --shard-size",
+    }.get(error.errno or 0, f"once this is mended, {again}")
     return OutputError(f"cannot write {path}: {error.strerror or error}; {advice}")
 
 
@@ -70,16 +92,18 @@ def exclusive(path: str, folder: str) -> Iterator[None]:
     """
     flags = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT
     try:
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise output_error(path, error) from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise OutputError(
                 f"{folder} is being written by another packer process; wait for it to end, or choose another folder"
             ) from error
+        except OSError:
+            pass  # some network file systems have no locks: better unguarded than unusable
         yield
     finally:
         os.close(fd)

@@ -78,13 +78,61 @@ class Strings:
 
     def take(self, order: Int64s) -> Strings:
         """The strings at these positions, in this order, as a new column."""
+        order = np.asarray(order, np.int64)
         starts = self.ends[order]
-        lengths = self.ends[np.asarray(order) + 1] - starts
-        ends = np.zeros(len(lengths) + 1, np.int64)
+        lengths = self.ends[order + 1] - starts
+        ends = np.zeros(len(order) + 1, np.int64)
         np.cumsum(lengths, out=ends[1:])
-        # Position j of the new blob comes from position j + (old start - new start) of the old one.
-        where = np.repeat(starts - ends[:-1], lengths) + np.arange(ends[-1])
-        return Strings(memoryview(np.frombuffer(self.blob, np.uint8)[where].tobytes()), ends)
+        old = np.frombuffer(self.blob, np.uint8)
+        new = np.empty(int(ends[-1]), np.uint8)
+        shift = starts - ends[:-1]
+        for begin in range(0, len(order), _AT_ONCE):  # bounds the positions in memory to some 20 MB
+            end = min(begin + _AT_ONCE, len(order))
+            a, b = ends[[begin, end]].tolist()
+            # Position j of the new blob comes from position j + (old start - new start) of the old one.
+            np.take(old, np.repeat(shift[begin:end], lengths[begin:end]) + np.arange(a, b), out=new[a:b])
+        return Strings(new.data, ends)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The blob, in one piece."""
+        yield self.blob
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """Strings of a column in another order, copied only piece by piece, as they are asked for.
+
+    Attributes:
+        source: the column.
+        order: int64 (n,), position in `source` of each string; −1 stands for an empty string.
+
+    >>> [bytes(piece) for piece in Taken(Strings.of([b"a", b"bc"]), np.array([1, -1, 0])).pieces()]
+    [b'bca']
+    """
+
+    source: Strings
+    order: Int64s
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def ends(self) -> Int64s:
+        """int64 (n + 1,): where each string ends, as in `Strings`."""
+        present = self.order >= 0
+        at = self.order[present]
+        ends = np.zeros(len(self.order) + 1, np.int64)
+        ends[1:][present] = self.source.ends[at + 1] - self.source.ends[at]
+        return np.cumsum(ends, out=ends)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The blob, some strings at a time."""
+        for begin in range(0, len(self.order), _AT_ONCE):
+            some = self.order[begin : begin + _AT_ONCE]
+            yield self.source.take(some[some >= 0]).blob
+
+
+_AT_ONCE = 16384
 
 
 def _restore(blob: bytes, ends: Int64s) -> Strings:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from packer.sources.base import Scan
 from packer.strings import Int64s
 
+if TYPE_CHECKING:
+    from packer.sources.base import Scan
+
 Mask = npt.NDArray[np.bool_]
+
+#: `read(file, offset, view)` fills the view with a file's bytes from `offset` on; in order, each byte once.
+ReadPiece = Callable[[int, int, memoryview], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +63,14 @@ class ShardWriter(Protocol):
         """
         ...
 
+    def stream(self, batch: Batch, read: ReadPiece) -> Int64s:
+        """Write a batch too large for memory, its payloads piece by piece, instead of `layout` and `commit`.
+
+        Returns:
+            int64 per file: absolute offset of the payload in the shard.
+        """
+        ...
+
     def close(self) -> Written:
         """Finish the shard and make it durable."""
         ...
@@ -77,11 +90,19 @@ class Found(NamedTuple):
 
 
 class Format(Protocol):
-    """One byte layout, both ways."""
+    """One byte layout, both ways.
+
+    Attributes:
+        name: as `--format` takes it.
+        suffix: of a shard's file name.
+        overhead: bytes that a shard needs beside its samples.
+        max_field_bytes: the longest payload that the layout can hold.
+    """
 
     name: str
     suffix: str
     overhead: int
+    max_field_bytes: int
 
     def sample_bytes(self, scan: Scan) -> Int64s:
         """int64 (n,): what each sample takes up in a shard, headers and padding counted."""

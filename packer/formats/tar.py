@@ -13,19 +13,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from packer.errors import ShardError
-from packer.formats.base import Batch, Found, Mask, Written
+from packer.formats.base import Batch, Found, Mask, ReadPiece, Written
 from packer.formats.shard_file import ShardFile
-from packer.sources.base import Scan
 from packer.strings import Int64s
+
+if TYPE_CHECKING:
+    from packer.sources.base import Scan
 
 BLOCK = 512
 NAME_BYTES = 100
-MAX_FIELD_BYTES = 8**11 - 1  # eleven octal digits
+_PIECE_BYTES = 4 << 20
 
 _SIZE, _CHECKSUM = slice(124, 135), slice(148, 154)
 
@@ -59,6 +62,7 @@ class TarFormat:
     name = "webdataset"
     suffix = ".tar"
     overhead = 2 * BLOCK  # the end of an archive: two blocks of zeros
+    max_field_bytes = 8**11 - 1  # eleven octal digits
 
     def sample_bytes(self, scan: Scan) -> Int64s:
         """int64 (n,): header and padded payload of every member, the label's own included."""
@@ -119,6 +123,15 @@ def _digits(values: Int64s, powers: Int64s) -> npt.NDArray[np.uint8]:
     return (values[:, None] // powers % 8 + ord("0")).astype(np.uint8)
 
 
+def _keys_of_files(batch: Batch) -> Iterator[bytes]:
+    return (key for key, n in zip(batch.keys, np.diff(batch.first).tolist(), strict=True) for _ in range(n))
+
+
+def _member_names(batch: Batch) -> list[bytes]:
+    files = zip(_keys_of_files(batch), batch.fields, strict=True)
+    return [key + b"." + field.encode("utf-8", "surrogateescape") for key, field in files]
+
+
 class TarWriter:
     """Writes one tar file; see `packer.formats.base.ShardWriter`."""
 
@@ -132,29 +145,30 @@ class TarWriter:
 
     def layout(self, batch: Batch) -> tuple[memoryview, list[int]]:
         """Make the headers of a batch; see `ShardWriter.layout`."""
-        counts = np.diff(batch.first).tolist()
-        files = zip(
-            batch.fields, (key for key, n in zip(batch.keys, counts, strict=True) for _ in range(n)), strict=True
-        )
-        names = [key + b"." + field.encode("utf-8", "surrogateescape") for field, key in files]
+        self._put_batch(batch, _padded(batch.sizes) // BLOCK)
+        return self._buffer.data, self._payload.tolist()
+
+    def _put_batch(self, batch: Batch, payload_blocks: Int64s) -> None:
+        """Take a buffer and put headers into it, with so much room after each."""
+        names = _member_names(batch)
         lengths = np.fromiter(map(len, names), np.int64, len(names))
-        if len(batch.sizes) and int(batch.sizes.max()) > MAX_FIELD_BYTES:
+        if len(batch.sizes) and int(batch.sizes.max()) > FORMAT.max_field_bytes:
             raise ShardError(f"a field of {int(batch.sizes.max())} bytes does not fit a tar header (limit 8 GiB)")
         pax = _pax_bytes(lengths) // BLOCK
-        member_blocks = pax + 1 + _padded(batch.sizes) // BLOCK
+        member_blocks = pax + 1 + payload_blocks
         ends = np.cumsum(member_blocks)
         headers = ends - member_blocks + pax
         total = int(ends[-1]) if len(ends) else 0
         self._buffer = self._file.take(total * BLOCK)
         self._blocks = self._buffer[: total * BLOCK].reshape(-1, BLOCK)
-        self._blocks[ends[batch.sizes > 0] - 1] = 0  # padding after each payload
+        self._blocks[ends[payload_blocks > 0] - 1] = 0  # padding after each payload
         self._put_headers(headers, names, lengths, batch.sizes, _FILE, _SUM["0"])
-        for i in np.flatnonzero(pax).tolist():
-            self._put_pax(int(headers[i] - pax[i]), names[i])
+        if pax.any():
+            long = np.flatnonzero(pax)
+            self._put_pax(headers[long] - pax[long], [names[i] for i in long.tolist()])
         self._batch = batch
         self._payload = (headers + 1) * BLOCK
         self._sample_blocks = np.concatenate([[0], ends])[batch.first]
-        return self._buffer.data, self._payload.tolist()
 
     def _put_headers(
         self,
@@ -182,13 +196,14 @@ class TarWriter:
         block[:, 154] = 0
         self._blocks[at] = block
 
-    def _put_pax(self, at: int, name: bytes) -> None:
-        record = _pax_record(name)
-        self._put_headers(np.array([at]), [b"././@PaxHeader"], np.array([14]), np.array([len(record)]), _PAX, _SUM["x"])
-        blocks = -(-len(record) // BLOCK)
-        self._blocks[at + 1 : at + 1 + blocks] = np.frombuffer(record.ljust(blocks * BLOCK, b"\0"), np.uint8).reshape(
-            -1, BLOCK
-        )
+    def _put_pax(self, at: Int64s, names: list[bytes]) -> None:
+        records = [_pax_record(name) for name in names]
+        sizes = np.fromiter(map(len, records), np.int64, len(records))
+        same = [b"././@PaxHeader"] * len(records)
+        self._put_headers(at, same, np.full(len(records), len(same[0])), sizes, _PAX, _SUM["x"])
+        for block, record in zip((at + 1).tolist(), records, strict=True):
+            padded = record.ljust(-(-len(record) // BLOCK) * BLOCK, b"\0")
+            self._buffer[block * BLOCK : block * BLOCK + len(padded)] = np.frombuffer(padded, np.uint8)
 
     def commit(self, keep: Mask | None = None) -> Int64s:
         """Write the batch out; see `ShardWriter.commit`."""
@@ -208,6 +223,24 @@ class TarWriter:
         self._file.write(self._buffer, used * BLOCK)
         self._batch = None
         return offsets
+
+    def stream(self, batch: Batch, read: ReadPiece) -> Int64s:
+        """Write a batch piece by piece; see `ShardWriter.stream`."""
+        offsets = []
+        names = zip(_keys_of_files(batch), batch.fields, batch.sizes.tolist(), strict=True)
+        for i, (key, field, size) in enumerate(names):
+            one = Batch([key], np.array([0, 1]), [field], np.array([size]))
+            self._put_batch(one, np.zeros(1, np.int64))
+            self.commit()
+            offsets.append(self._file.size)
+            for begin in range(0, size, _PIECE_BYTES):
+                used = min(_PIECE_BYTES, size - begin)
+                buffer = self._file.take(_PIECE_BYTES)
+                read(i, begin, buffer.data[:used])
+                padded = -(-used // BLOCK) * BLOCK
+                buffer[used:padded] = 0
+                self._file.write(buffer, padded)
+        return np.array(offsets, np.int64)
 
     def close(self) -> Written:
         """Write the end of the archive and make the file durable."""

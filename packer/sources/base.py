@@ -73,7 +73,7 @@ class Scan:
     def take(self, order: Int64s) -> Scan:
         """The scan of these samples only, in this order."""
         order = np.asarray(order, np.int64)
-        counts = np.diff(self.first)[order]
+        counts = self.first[order + 1] - self.first[order]
         first = np.zeros(len(order) + 1, np.int64)
         np.cumsum(counts, out=first[1:])
         files = np.repeat(self.first[order] - first[:-1], counts) + np.arange(first[-1])
@@ -104,6 +104,14 @@ class Reader(Protocol):
 
         Raises:
             SourceChangedError: a file is gone, or not exactly as long as its view.
+        """
+        ...
+
+    def read_piece(self, place: bytes, size: int, offset: int, view: memoryview) -> None:
+        """Fill the view with a part of a file of `size` bytes; parts are asked for in order, each once.
+
+        Raises:
+            SourceChangedError: as `read`.
         """
         ...
 

@@ -66,7 +66,7 @@ class PackedSource:
                 parts.append(replace(part, split=np.full(len(part), splits.index(split), np.int16), label=label))
                 if progress is not None:
                     progress(sum(len(p.paths) for p in parts))
-        scan = _concatenate(parts, tuple(names), tuple(splits), classes, made_cls, self.folders)
+        scan = _concatenate(parts, tuple(names), tuple(splits), classes, made_cls, len(self.folders))
         if len(self.folders) > 1:
             _refuse_equal_keys(scan.keys)
         return scan
@@ -156,32 +156,26 @@ def _concatenate(
     splits: tuple[str, ...],
     classes: tuple[str, ...] | None,
     made_cls: bool,
-    folders: Sequence[str],
+    count: int,
 ) -> Scan:
-    def strings(columns: Sequence[Strings]) -> Strings:
-        ends = [np.zeros(1, np.int64)]
-        for column in columns:
-            ends.append(column.ends[1:] + ends[-1][-1])
-        return Strings(memoryview(b"".join(column.blob for column in columns)), np.concatenate(ends))
-
     first = [np.zeros(1, np.int64)]
     for part in parts:
         first.append(part.first[1:] + first[-1][-1])
     return Scan(
         fields=fields,
-        paths=strings([p.paths for p in parts]),
+        paths=Strings.concatenate([p.paths for p in parts]),
         sizes=np.concatenate([p.sizes for p in parts]),
         field=np.concatenate([p.field for p in parts]),
         first=np.concatenate(first),
-        keys=strings([p.keys for p in parts]),
+        keys=Strings.concatenate([p.keys for p in parts]),
         label=np.concatenate([p.label for p in parts]),
         split=np.concatenate([p.split for p in parts]),
         splits=splits,
         classes=classes,
         made_cls=made_cls,
         layout="packed",
-        rule=f"{'each of ' if len(folders) > 1 else ''}{', '.join(folders)} has a dataset.json",
-        locators=strings([p.locators for p in parts if p.locators is not None]),
+        rule="the source has a dataset.json" if count == 1 else f"each of the {count} sources has a dataset.json",
+        locators=Strings.concatenate([p.locators for p in parts if p.locators is not None]),
     )
 
 
@@ -204,6 +198,7 @@ class PackedReader:
 
     def __init__(self, folders: Sequence[str]) -> None:
         self._splits = [list(Packed(folder).values()) for folder in folders]
+        self._so_far = 0
 
     def read(self, places: Sequence[bytes], views: Sequence[memoryview]) -> None:
         """Read fields; see `packer.sources.base.Reader`. Raises ShardError for a damaged shard."""
@@ -212,13 +207,25 @@ class PackedReader:
             packed = self._splits[dataset][split]
             packed.read_into(shard, offset, view)
             if crc32c(view) != checksum:
-                raise ShardError(
-                    f"{packed.shard_path(shard)} is damaged: crc32c mismatch at offset {offset}; "
-                    f"run: packer verify {packed.folder}"
-                )
+                raise _damaged(packed, shard, offset)
+
+    def read_piece(self, place: bytes, size: int, offset: int, view: memoryview) -> None:
+        """Read a part of a field; see `packer.sources.base.Reader`. The last part ends the comparison."""
+        dataset, split, shard, checksum, begin = _UNPACK(place)
+        packed = self._splits[dataset][split]
+        packed.read_into(shard, begin + offset, view)
+        self._so_far = crc32c(view, self._so_far if offset else 0)
+        if offset + len(view) == size and self._so_far != checksum:
+            raise _damaged(packed, shard, begin)
 
     def close(self) -> None:
         """Close the shards."""
         for splits in self._splits:
             for split in splits:
                 split.close()
+
+
+def _damaged(packed: PackedSplit, shard: int, offset: int) -> ShardError:
+    return ShardError(
+        f"{packed.shard_path(shard)} is damaged: crc32c mismatch at offset {offset}; run: packer verify {packed.folder}"
+    )
