@@ -267,13 +267,33 @@ print(json.dumps([read(root) for root in sys.argv[1:]]))
 """
 
 
-def test_torchvision_sees_the_same_classes_labels_and_pixels(case, tmp_path):
+@pytest.fixture(scope="module")
+def by_torchvision(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """ImageFolder on the source, and on the tree that GNU tar extracts from the shards."""
     python = elsewhere("PACKER_TORCHVISION_PYTHON", "Python with torchvision")
+    extracted = tmp_path_factory.mktemp("extracted")
     for shard in case.shards("train"):
-        subprocess.run(["tar", "-xf", shard, "-C", tmp_path], check=True)
-    (root,) = {path.parent.parent for path in tmp_path.rglob("*.jpg")}
-    (classes, samples), unpacked = run(python, TORCHVISION, case.source / "train", root)
-    assert unpacked == [classes, samples]
+        subprocess.run(["tar", "-xf", shard, "-C", extracted], check=True)
+    (root,) = {path.parent.parent for path in extracted.rglob("*.jpg")}
+    return run(python, TORCHVISION, case.source / "train", root)
+
+
+def test_torchvision_sees_the_same_classes_labels_and_pixels(case, by_torchvision):
+    (classes, samples), extracted = by_torchvision
+    assert extracted == [classes, samples]
     assert tuple(classes) == CLASSES == Packed(case.folder).manifest.classes
     labels = {hashlib.sha256(s["jpg"]).hexdigest(): int(s["cls"]) for s in case.expected["train"].values()}
     assert labels == {file: label for file, _, label in samples}
+
+
+def test_our_loader_gives_the_pixels_and_labels_of_torchvision(case, by_torchvision):
+    from loaders.webds_loader import make_loader
+
+    (_, samples), _ = by_torchvision
+    with make_loader(case.folder, split="train", batch_size=1, shuffle=False) as loader:
+        read = [
+            (hashlib.sha256(image.permute(1, 2, 0).numpy().tobytes()).hexdigest(), int(label))
+            for images, labels in loader
+            for image, label in zip(images, labels, strict=True)
+        ]
+    assert sorted(read) == sorted((pixels, label) for _, pixels, label in samples)
