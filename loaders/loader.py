@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from loaders.batches import Batches, Made
-from loaders.dataset import field_names, numbers_of, to_affine
+from loaders.dataset import numbers_of, to_affine
 from loaders.device import DeviceRun, Normalizer, map_tensors
 from loaders.engine import Run, choose_engine
-from loaders.options import EngineName, LoaderOptions, Normalize, Sampling, TargetKind
+from loaders.options import LoaderOptions
 from loaders.order import (
     Deal,
     Order,
     Position,
     RankBatches,
-    Shuffle,
     batch_count,
     batch_counts,
     batches,
@@ -31,14 +28,14 @@ from loaders.order import (
     make_state,
 )
 from loaders.samples import Samples
-from loaders.source import PackedSource, Source
+from loaders.source import Source
 from packer.errors import SampleError
 
 log = logging.getLogger("loaders")
 
 
 class Loader:
-    """Batches of one split, epoch after epoch. Made by `make_loader`.
+    """Batches of one split, epoch after epoch. Made by `make_loader` (see `loaders.make.LoaderMaker`).
 
     A plain iterable: each `iter()` begins the next epoch, and ends the iteration before it. What is random
     follows from seed and epoch alone. `len(loader)` is the number of batches of a whole epoch on this rank.
@@ -293,107 +290,3 @@ def _order(source: Source, options: LoaderOptions) -> Order:
         heights=source.column("height") if sampling.bucket else None,
         widths=source.column("width") if sampling.bucket else None,
     )
-
-
-def make_loader(
-    path: str | os.PathLike[str],
-    *,
-    split: str = "train",
-    batch_size: int = 64,
-    transform: Callable[..., Any] | None = None,
-    normalize: Normalize = None,
-    device: str | torch.device | None = None,
-    shuffle: Shuffle | None = None,
-    seed: int = 0,
-    drop_last: bool | None = None,
-    num_workers: int | Literal["auto"] = "auto",
-    engine: EngineName = "auto",
-    prefetch: int | None = None,
-    pin_memory: bool | Literal["auto"] = "auto",
-    preload: str | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    fields: Sequence[str] | str | None = None,
-    on_error: Literal["raise", "skip"] = "raise",
-    rank: int | None = None,
-    world_size: int | None = None,
-    subset: str | npt.ArrayLike | Sequence[str] | None = None,
-    targets: Mapping[str, TargetKind] | None = None,
-    sampling: Sampling | None = None,
-    batch_transform: Callable[[Any], Any] | None = None,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = False,
-    max_skipped: int = 100,
-    start_method: str | None = None,
-    threads_per_worker: int = 1,
-    memory_budget: int | None = None,
-) -> Loader:
-    """A loader of one split of a packed dataset.
-
-    Args:
-        path: the packed folder.
-        split: name of the split.
-        batch_size: samples per batch, on each rank.
-        transform: `TrainCrop`, `EvalCrop`, … of `loaders.transforms` (decode no more than they need), or any
-            callable that takes a PIL image or a uint8 tensor. None: pictures keep their size.
-        normalize: "imagenet" or (mean, std) gives float images; None or False uint8.
-        device: None leaves batches on the CPU. "cuda": they arrive there, copied while the step before runs.
-            With a device ("cpu" too) images are normalised, ImageNet's way unless `normalize` says otherwise.
-        shuffle: True, False, or "window" (see `loaders.order.Order`); None: in the split `train` only.
-        seed: decides, with the epoch, order and crops.
-        drop_last: leave out the last, smaller batch. Otherwise, over several ranks, training repeats up to
-            `world_size - 1` samples so that all ranks have the same number of batches, and
-            evaluation (`shuffle=False`) gives every sample exactly once.
-        num_workers: threads or processes; "auto": one per CPU, shared among the ranks of this machine. 0: none.
-        engine: "thread", "process", or "auto": threads unless `transform` or `collate_fn` come from elsewhere.
-        prefetch: batches made ahead; None: 3 with threads, 2 per process.
-        pin_memory: page-locked batches; "auto": where there is a GPU.
-        preload: "memory" reads all shards into memory first, "decoded" decodes all pictures into memory,
-            "shm" (or "shm:FOLDER") stages the shards there and removes them at exit.
-        collate_fn: makes a batch of a list of samples; None: `loaders.pad_collate`.
-        fields: None for `(images, labels)`. Otherwise what the dict of a batch holds: field names,
-            alternatives ("jpg;png"), "__key__", "__path__", "__index__", "__label__".
-        on_error: "skip" leaves out samples whose bytes are bad, and keeps account in `loader.skipped`.
-        rank: this process among `world_size`; None: as torch.distributed says when the epoch begins.
-        world_size: see `rank`.
-        subset: sample numbers, a mask, keys, or a fold: "2/5", or "-2/5" for all but it.
-        targets: how fields beside the picture are read: "mask", "yolo", "xyxy" (these follow the picture's crop),
-            or "image".
-        sampling: class-balanced, weighted, bucketed or longer epochs.
-        batch_transform: called with each batch on its device, for MixUp and the like.
-        dtype: of normalised images: float32, float16 or bfloat16.
-        channels_last: memory format of image batches.
-        max_skipped: more skipped samples in an epoch than this are an error.
-        start_method: of worker processes: "fork", "forkserver", "spawn"; None: multiprocessing's own.
-        threads_per_worker: threads in each worker process.
-        memory_budget: bytes that `preload` may take; None: four fifths of what is free.
-
-    Returns:
-        An iterable of `(images, labels)`: uint8 (B, 3, H, W), or normalised `dtype`, and int64 (B,), −1 where a
-        sample has no label. Pictures that keep their different sizes come as `Padded`. With `fields`, a dict.
-
-    Raises:
-        ManifestError: no complete dataset there, or no such split.
-        UsageError: an option that cannot be meant.
-        SampleError: while iterating, a sample that cannot be read, decoded or transformed: shard, key and cause.
-        WorkerDiedError: while iterating, a worker process that was killed.
-
-    Example:
-        >>> from loaders.transforms import TrainCrop
-        >>> loader = make_loader("out/", batch_size=256, transform=TrainCrop(224))      # doctest: +SKIP
-        >>> images, labels = next(iter(loader))                                         # doctest: +SKIP
-        >>> images.shape, images.dtype                                                  # doctest: +SKIP
-        (torch.Size([256, 3, 224, 224]), torch.uint8)
-    """
-    options = LoaderOptions(
-        batch_size=batch_size, transform=transform, normalize=normalize, device=device,
-        shuffle=split == "train" if shuffle is None else shuffle, seed=seed, drop_last=bool(drop_last),
-        num_workers=num_workers, engine=engine, prefetch=prefetch, pin_memory=pin_memory, preload=preload,
-        collate_fn=collate_fn, fields=field_names(fields), on_error=on_error, rank=rank, world_size=world_size,
-        subset=subset, targets=targets or {}, sampling=sampling or Sampling(), batch_transform=batch_transform,
-        dtype=dtype, channels_last=channels_last, max_skipped=max_skipped, start_method=start_method,
-        threads_per_worker=threads_per_worker, memory_budget=memory_budget,
-    )
-    return Loader(PackedSource(path, split), options)
-
-
-__all__ = ["Iteration", "Loader", "make_loader"]

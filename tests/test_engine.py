@@ -20,8 +20,9 @@ import pytest
 import torch
 from loader_helpers import flat, pack_tree, write_tree
 
-from loaders.loader import Loader, make_loader
+from loaders.loader import Loader
 from loaders.transforms import EvalCrop, TrainCrop
+from loaders.webds_loader import make_loader
 from packer.errors import SampleError, UsageError, WorkerDiedError
 
 ENGINES = [("thread", 1), ("thread", 3), ("process", 1), ("process", 2)]
@@ -303,7 +304,7 @@ def test_breaking_off_again_and_again_leaks_nothing(packed: Path) -> None:
 
 PROGRAM = """
 import os, sys, signal, threading
-from loaders.loader import make_loader
+from loaders.webds_loader import make_loader
 from loaders.transforms import TrainCrop
 if __name__ == "__main__":
     loader = make_loader({path!r}, batch_size=4, engine={engine!r}, num_workers=2, transform=TrainCrop(32),

@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader
 
 from loaders import Padded, pad_collate
 from loaders.dataset import PackedDataset
-from loaders.loader import Loader, make_loader
+from loaders.loader import Loader
 from loaders.options import Sampling
 from loaders.transforms import EvalCrop, Identity, TrainCrop
+from loaders.webds_loader import make_loader
 from packer.errors import ManifestError, SampleError, StateError, UsageError
 from packer.packed import Packed
 
