@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -277,6 +278,11 @@ _READERS: tuple[tuple[re.Pattern[bytes], Callable[[Buffer], ImageInfo]], ...] = 
     (re.compile(rb"....ftyp(?:avif|avis|heic|heix|hevc|heim|heis|mif1|msf1)", re.DOTALL), _isobmff),
 )
 
+#: What Pillow's readers let through on damaged files, besides its `DecompressionBombError`.
+PILLOW_RAISES = (
+    OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, struct.error, zlib.error,
+)  # fmt: skip
+
 
 def decode_check(data: Buffer) -> ImageInfo:
     """`probe`, and decode every pixel of the first frame.
@@ -296,5 +302,5 @@ def decode_check(data: Buffer) -> ImageInfo:
             with Image.open(io.BytesIO(data)) as image:
                 image.load()
                 return info if info.height > 0 else info._replace(height=image.height, width=image.width)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, struct.error) as error:
+    except (*PILLOW_RAISES, Image.DecompressionBombError) as error:
         raise BadImageError(f"{info.format} that does not decode: {error}") from error

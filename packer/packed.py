@@ -25,6 +25,8 @@ from packer.index import Names, Rows, load_rows
 from packer.manifest import Manifest, Shard, Split
 from packer.sample import printable
 
+_LARGE = 1 << 26  # from here on a length is looked at before memory is taken for it
+
 
 class Packed(Mapping[str, "PackedSplit"]):
     """A packed dataset: its manifest, and its splits by name.
@@ -101,6 +103,11 @@ class PackedSplit:
 
     def shard_path(self, shard: int) -> str:
         """Where shard number `shard` lies."""
+        if not 0 <= shard < len(self.split.shards):
+            raise ShardError(
+                f"{os.path.join(self.folder, self.split.index_file)} names shard {shard}, dataset.json has "
+                f"{len(self.split.shards)}; run: packer verify {self.folder}"
+            )
         return os.path.join(self.folder, self.split.shards[shard].name)
 
     def descriptor(self, shard: int) -> int:
@@ -135,6 +142,8 @@ class PackedSplit:
         if length < 0:
             return None
         shard, offset = int(row["shard"]), int(row[f"{field}:offset"])
+        if length > _LARGE and (end := os.fstat(self.descriptor(shard)).st_size) < offset + length:
+            raise ShardError(self.complain(i, field, f"{length} bytes at offset {offset}, but the shard ends at {end}"))
         data = os.pread(self.descriptor(shard), length, offset)
         while len(data) < length:  # Linux gives at most 2 GiB at a time
             more = os.pread(self.descriptor(shard), length - len(data), offset + len(data))
