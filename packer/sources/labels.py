@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from packer.errors import SourceError, UsageError
 from packer.sample import printable, split_extension
 
-_NAME_HEADERS = frozenset(
-    ["path", "file", "filename", "file_name", "filepath", "image", "image_id", "id", "name", "stem", "img"]
+# In order of preference: where a table has both an `id` and a `filename`, the latter names the picture.
+_NAME_HEADERS = (
+    *("path", "filepath", "file_path", "filename", "file_name", "file"),
+    *("image_path", "image_name", "image", "img", "image_id", "name", "stem", "id"),
 )
-_LABEL_HEADERS = frozenset(["label", "class", "target", "category", "y", "class_name", "label_name", "class_id"])
+_LABEL_HEADERS = ("label", "class", "target", "category", "class_id", "class_name", "label_name", "y")
+
+# A leading zero makes a name of it: 001 and 1 are two classes.
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|nan", re.IGNORECASE)
 
 
 def read_classes(path: str) -> tuple[str, ...]:
-    """Class names, one a line, in label order. Raises UsageError for a missing file or a repeated name."""
+    """Class names, one a line, in label order.
+
+    Raises:
+        UsageError: the file is missing, names no class, or names one twice.
+    """
     try:
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as f:
             names = tuple(line for line in (raw.rstrip("\r\n") for raw in f) if line.strip())
     except OSError as error:
         raise UsageError(f"--classes {path}: {error.strerror}") from error
-    if repeated := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else None:
-        raise UsageError(f"--classes {path} names a class twice: {', '.join(map(printable, sorted(repeated)[:5]))}")
+    if not names:
+        raise UsageError(f"--classes {path} names no class; write one a line")
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise UsageError(f"--classes {path} names a class twice: {', '.join(map(printable, repeated[:5]))}")
     return names
 
 
@@ -35,106 +49,149 @@ def class_numbers(classes: Sequence[str]) -> dict[str, int]:
 
 @dataclass
 class Labels:
-    """The rows of a labels file, looked up by path, path without extension, base name or stem.
+    """The rows of a labels file. `match` all pictures first; then `of` gives the label of each.
+
+    A row names a picture by its path, its path without extension, its base name or its stem, the first of
+    these that is in the file; a row that so names several pictures labels none of them.
 
     Attributes:
         path: the file, for messages.
-        text: label text by name.
-        integers: every label is an integer, taken as it is.
+        fixed: class names that were given, or None.
+        classes: class names by label; None where labels are bare integers.
     """
 
     path: str
-    text: dict[bytes, str]
-    integers: bool
-    _seen: set[bytes] = field(default_factory=set)
+    fixed: tuple[str, ...] | None
+    classes: tuple[str, ...] | None = None
+    _text: dict[bytes, str] = field(default_factory=dict)
+    _stripped: dict[bytes, bytes] = field(default_factory=dict)
+    _first: bytes | None = None
+    _pictures: Counter[bytes] = field(default_factory=Counter)
     _numbers: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def read(path: str) -> Labels:
+    def read(path: str, fixed: tuple[str, ...] | None = None) -> Labels:
         """Read a CSV or TSV: a name column and a label column, with or without a header line.
 
         Raises:
-            UsageError: the file is missing, has fewer than two columns, or gives a name two labels.
+            UsageError: the file is missing, lacks a column, or gives a name two labels.
         """
-        try:
-            with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as f:
-                head = f.readline()
-                f.seek(0)
-                delimiter = max(",;\t", key=head.count)
-                rows = [row for row in csv.reader(f, delimiter=delimiter) if row]
-        except (OSError, csv.Error) as error:
-            raise UsageError(f"--labels {path}: {error}") from error
-        name_at, label_at, start = _columns(rows[0]) if rows else (0, 1, 0)
-        text: dict[bytes, str] = {}
-        for line, row in enumerate(rows[start:], start + 1):
+        labels = Labels(path, fixed)
+        rows = _rows(path)
+        name_at, label_at, has_header = _columns(rows[0][1])
+        conflicts: list[str] = []
+        for line, row in rows[has_header:]:
             if len(row) <= max(name_at, label_at):
                 raise UsageError(
-                    f"--labels {path}, row {line}: {len(row)} column(s) {row!r}; a name and a label are needed"
+                    f"--labels {path}, line {line}: {len(row)} column(s) {row!r}; a name and a label are needed"
                 )
-            name, label = os.fsencode(row[name_at].strip()), row[label_at].strip()
-            if text.setdefault(name, label) != label:
-                raise UsageError(
-                    f"--labels {path}, row {line}: {printable(name)!r} has two labels, {text[name]!r} and {label!r}"
-                )
-        integers = bool(text) and all(_is_integer(label) for label in text.values())
-        labels = Labels(path, text, integers)
-        if not integers:
-            labels._numbers = class_numbers(sorted(set(text.values())))
+            name, label = row[name_at].removeprefix("./").encode("utf-8", "surrogateescape"), row[label_at].strip()
+            if (known := labels._text.setdefault(name, label)) != label:
+                conflicts.append(f"line {line}: {printable(name)!r} has two labels, {known!r} and {label!r}")
+            if name != name.strip():
+                labels._stripped.setdefault(name.strip(), name)
+        if conflicts:
+            more = f"\n  … and {len(conflicts) - 20} more" if len(conflicts) > 20 else ""
+            raise UsageError(f"--labels {path}:\n  " + "\n  ".join(conflicts[:20]) + more)
+        if not has_header:
+            labels._first = next(iter(labels._text))
         return labels
 
-    def of(self, path: bytes, fixed: Sequence[str] | None) -> int:
-        """The label of a picture by its relative path.
+    def match(self, paths: Iterable[bytes]) -> None:
+        """Find the row of every picture, and number the classes.
 
         Raises:
-            SourceError: the file has no row for it, or its class is not among `fixed`.
+            UsageError: labels that are neither integers nor names.
         """
-        base = path.rpartition(b"/")[2]
-        folder = path[: len(path) - len(base)]
-        for name in (path, folder + split_extension(base)[0], base, split_extension(base)[0]):
-            if name in self.text:
-                self._seen.add(name)
-                return self._number(self.text[name], fixed)
-        raise SourceError(f"no row in {self.path}")
+        for path in paths:
+            if (name := self._row_of(path)) is not None:
+                self._pictures[name] += 1
+        first = self._first
+        if first is not None and first not in self._pictures and len(self._text) > 1:
+            # No picture has this name: a header in unknown words, unless its label is seen elsewhere too.
+            label = self._text.pop(first)
+            if label in self._text.values():
+                self._text[first] = label
+        self._number_classes()
 
-    def _number(self, label: str, fixed: Sequence[str] | None) -> int:
-        if self.integers and (fixed is None or label not in fixed):
-            number = int(label)
-            if fixed is not None and not 0 <= number < len(fixed):
-                raise SourceError(f"label {number} is not among the {len(fixed)} classes")
+    def _number_classes(self) -> None:
+        distinct = {label for label in self._text.values() if label}
+        if self.fixed is not None:
+            self.classes = self.fixed
+        elif not all(map(_INTEGER.fullmatch, distinct)):
+            if all(_INTEGER.fullmatch(label) or _DECIMAL.fullmatch(label) for label in distinct):
+                odd = next(label for label in sorted(distinct) if not _INTEGER.fullmatch(label))
+                raise UsageError(f"--labels {self.path}: {odd!r} is neither an integer nor a name of a class")
+            self.classes = tuple(sorted(distinct))
+        self._numbers = class_numbers(self.classes or ())
+
+    def of(self, path: bytes) -> int:
+        """The label of a picture by its relative path; −1 where its row says −1.
+
+        Raises:
+            SourceError: the file has no row for it, or one that is not its alone, or no such class.
+        """
+        name = self._row_of(path)
+        if name is None:
+            raise SourceError(f"no row in {self.path}")
+        if self._pictures[name] > 1:
+            raise SourceError(f"{self._pictures[name]} pictures share the row {printable(name)!r}; name them by path")
+        label = self._text[name]
+        number = self._numbers.get(label)
+        if number is not None:
             return number
-        if fixed is None:
-            return self._numbers[label]
-        if label not in fixed:
+        if not label:
+            raise SourceError(f"its row in {self.path} has no label")
+        if not _INTEGER.fullmatch(label):
             raise SourceError(f"class {label!r} is not in the list of classes")
-        return list(fixed).index(label)
+        number = int(label)
+        if number < -1 or (self.fixed is not None and number >= len(self.fixed)):
+            limit = "" if self.fixed is None else f" and below {len(self.fixed)}, the number of classes"
+            raise SourceError(f"label {number} is not possible: labels are at least 0{limit}; −1 says there is none")
+        return number
 
-    def classes(self, fixed: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        """Class names by label; None where labels are bare integers."""
-        if fixed is not None:
-            return fixed
-        return None if self.integers else tuple(self._numbers)
+    def _row_of(self, path: bytes) -> bytes | None:
+        base = path.rpartition(b"/")[2]
+        stem = split_extension(base)[0]
+        for name in (path, path[: len(path) - len(base)] + stem, base, stem):
+            if name in self._text:
+                return name
+            if name in self._stripped:
+                return self._stripped[name]
+        return None
 
     def unused(self) -> list[tuple[bytes, str]]:
         """Rows that no picture asked for."""
-        return [
-            (name, f"row in {os.path.basename(self.path)} without a picture")
-            for name in sorted(self.text.keys() - self._seen)
-        ]
+        reason = f"row in {os.path.basename(self.path)} without a picture"
+        return [(name, reason) for name in sorted(self._text.keys() - self._pictures.keys())]
 
 
-def _columns(header: Sequence[str]) -> tuple[int, int, int]:
-    """Name column, label column, first data row."""
-    lower = [cell.strip().lower() for cell in header]
-    name_at = next((i for i, cell in enumerate(lower) if cell in _NAME_HEADERS), None)
-    label_at = next((i for i, cell in enumerate(lower) if cell in _LABEL_HEADERS), None)
+def _rows(path: str) -> list[tuple[int, list[str]]]:
+    """Rows that are not blank, with their line numbers."""
+    try:
+        with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as f:
+            head = f.readline()
+            f.seek(0)
+            reader = csv.reader(f, delimiter=max(",;\t", key=head.count))
+            rows = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+    except OSError as error:
+        raise UsageError(f"--labels {path}: {error.strerror}") from error
+    except csv.Error as error:
+        raise UsageError(f"--labels {path}: {error}") from error
+    if not rows:
+        raise UsageError(f"--labels {path} has no rows; write a name and a label in each")
+    return rows
+
+
+def _columns(header: Sequence[str]) -> tuple[int, int, bool]:
+    """Name column, label column, and whether this row is a header by the words in it."""
+    words = [re.sub(r"[\s-]+", "_", cell.strip().lower()) for cell in header]
+    name_at = next((words.index(word) for word in _NAME_HEADERS if word in words), None)
+    label_at = next((words.index(word) for word in _LABEL_HEADERS if word in words), None)
     if name_at is None and label_at is None:
-        return 0, 1, 0
+        return 0, 1, False
     if name_at is None:
         name_at = 0 if label_at != 0 else 1
     if label_at is None:
         label_at = 1 if name_at != 1 else 0
-    return name_at, label_at, 1
-
-
-def _is_integer(text: str) -> bool:
-    return text.lstrip("-").isdigit() and text.isascii()
+    return name_at, label_at, True

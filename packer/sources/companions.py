@@ -1,0 +1,187 @@
+"""Files that belong to a picture: sidecars of the same stem, and files of the same name in parallel trees."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from packer.sample import IMAGE_EXTENSIONS, bad_fields, field_name, is_image_field, split_extension
+from packer.sources.layouts import COMPANION_FOLDERS, IMAGE_FOLDERS, Placed
+from packer.sources.listing import Folder
+
+#: A file that becomes a field: (relative path, bytes, field name).
+File = tuple[bytes, int, str]
+EMPTY = "empty file (0 bytes)"
+
+
+# ---------------------------------------------------------------- sidecars
+
+
+def group_by_stem(folder: Folder) -> dict[bytes, list[File]]:
+    """Files of one folder by the stem of their sample: `a.jpg a.json a.seg.png` → a: [jpg, json, seg.png].
+
+    A file belongs to the shortest dotted prefix of its name that is another file's whole stem, so a name
+    like `1.2.840.1.jpg` stays one sample of its own; and so does `a.v2.jpg a.v2.json` beside
+    `a.jpg a.json`, a second sample of the same make. Of two files for one field (`a.jpg`, `a.JPEG`) the
+    second becomes a sample of its own, by its full name. Files without an extension are in no group.
+    """
+    split = [(name, size, *split_extension(name)) for name, size in zip(folder.names, folder.sizes, strict=True)]
+    made_of: dict[bytes, set[str]] = {}
+    for _, _, stem, extension in split:
+        if extension:
+            made_of.setdefault(stem, set()).add(field_name(extension))
+    groups: dict[bytes, dict[str, File]] = {}
+    for name, size, stem, extension in split:
+        if not extension:
+            continue
+        own = _own_stem(stem, made_of)
+        suffix = stem[len(own) + 1 :].decode("utf-8", "surrogateescape").lower()
+        field_ = field_name(f"{suffix}.{extension}" if suffix else extension)
+        files = groups.setdefault(own, {})
+        if field_ in files:
+            files = groups.setdefault(name, {})
+        files[field_] = (folder.prefix + name, size, field_)
+    return {stem: [files[name] for name in sorted(files)] for stem, files in groups.items()}
+
+
+def _own_stem(stem: bytes, made_of: dict[bytes, set[str]]) -> bytes:
+    at = stem.find(b".")
+    while at >= 0:
+        prefix = stem[:at]
+        if prefix in made_of:
+            second_sample = len(made_of[stem]) > 1 and made_of[stem] == made_of[prefix]
+            return stem if second_sample else prefix
+        at = stem.find(b".", at + 1)
+    return stem
+
+
+@dataclass(frozen=True)
+class SidecarRules:
+    """What the samples of a sidecar layout consist of, seen over all of them.
+
+    Attributes:
+        fields: those that stand beside any picture.
+    """
+
+    fields: frozenset[str]
+
+    @staticmethod
+    def of(folders: Iterable[Folder]) -> SidecarRules:
+        """The rules for these folders."""
+        fields: set[str] = set()
+        for folder in folders:
+            for files in group_by_stem(folder).values():
+                if has_picture(files):
+                    fields |= {name for _, _, name in files}
+        return SidecarRules(frozenset(fields))
+
+    @property
+    def has_labels(self) -> bool:
+        """Samples bring their label as a `.cls` file."""
+        return "cls" in self.fields
+
+    def problem(self, files: Sequence[File]) -> str | None:
+        """Why these files of one stem should be a sample and cannot, or None.
+
+        A file without a picture is a problem only if its like stands beside pictures: a README is not missed.
+        """
+        if not has_picture(files):
+            orphan = any(name in self.fields for _, _, name in files)
+            return "sidecar without a picture of the same stem" if orphan else None
+        if self.has_labels and all(name != "cls" for _, _, name in files):
+            return "no .cls file beside it, though other samples have one"
+        return problem_of(files)
+
+
+def has_picture(files: Iterable[File]) -> bool:
+    """Whether any of the files is a picture by its field."""
+    return any(is_image_field(name) for _, _, name in files)
+
+
+def problem_of(files: Sequence[File]) -> str | None:
+    """Why files cannot be the fields of one sample, or None."""
+    if any(size == 0 for _, size, name in files if is_image_field(name)):
+        return EMPTY
+    names = [name for _, _, name in files]
+    if bad := bad_fields(names):
+        return f"{bad[0]!r} is no field name that every reader understands; rename the file"
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        return f"two of its files would be the field {twice!r}"
+    return None
+
+
+# ---------------------------------------------------------------- parallel trees
+
+
+@dataclass
+class ParallelTrees:
+    """`images/…/a.jpg` with `labels/…/a.txt`, `masks/…/a.png` and so on.
+
+    Attributes:
+        unmatched: companions that no picture asked for.
+        outside: folders in none of the trees.
+    """
+
+    unmatched: list[bytes] = field(default_factory=list)
+    outside: list[Folder] = field(default_factory=list)
+    _trees: dict[str, set[bytes]] = field(default_factory=dict)
+    _found: Counter[str] = field(default_factory=Counter)
+    _left: Counter[str] = field(default_factory=Counter)
+
+    @staticmethod
+    def of(folders: Iterable[Placed]) -> ParallelTrees:
+        """The trees in these folders, of all splits: a field has one name in all of them."""
+        trees = ParallelTrees()
+        for path, folder in folders:
+            top = path.partition(b"/")[0]
+            if top in COMPANION_FOLDERS:
+                for name in folder.names:
+                    trees._trees.setdefault(split_extension(name)[1], set()).add(top)
+            elif top not in IMAGE_FOLDERS:
+                trees.outside.append(folder)
+        return trees
+
+    def pair(self, folders: Sequence[Placed]) -> Iterator[tuple[Folder, dict[bytes, list[File]]]]:
+        """Per folder of pictures: the companions by stem, out of which the caller takes what it uses."""
+        images: dict[bytes, list[Folder]] = {}
+        companions: dict[bytes, list[tuple[bytes, Folder]]] = {}
+        for path, folder in folders:
+            top, _, inside = path.partition(b"/")
+            if top in IMAGE_FOLDERS:
+                images.setdefault(inside, []).append(folder)
+            elif top in COMPANION_FOLDERS:
+                companions.setdefault(inside, []).append((top, folder))
+        for inside, pictures in images.items():
+            files = self._by_stem(companions.pop(inside, []))
+            for folder in pictures:
+                yield folder, files
+            self._leave(files.values())
+        for alone in companions.values():
+            self._leave(self._by_stem(alone).values())
+
+    @property
+    def strangers(self) -> list[str]:
+        """Fields that no picture got, though there are files for them: their names follow another rule."""
+        return sorted(name for name, count in self._left.items() if count == self._found[name])
+
+    def _by_stem(self, companions: Sequence[tuple[bytes, Folder]]) -> dict[bytes, list[File]]:
+        files: dict[bytes, list[File]] = {}
+        for top, folder in companions:
+            for name, size in zip(folder.names, folder.sizes, strict=True):
+                stem, extension = split_extension(name)
+                # A mask is not the picture; and two trees of .txt files need two fields.
+                plain = extension not in IMAGE_EXTENSIONS and len(self._trees[extension]) == 1
+                name_of = field_name(extension if plain else f"{COMPANION_FOLDERS[top]}.{extension}")
+                if extension:
+                    files.setdefault(stem, []).append((folder.prefix + name, size, name_of))
+                    self._found[name_of] += 1
+                else:
+                    self.unmatched.append(folder.prefix + name)
+        return files
+
+    def _leave(self, files: Iterable[Sequence[File]]) -> None:
+        for path, _, name_of in (file for group in files for file in group):
+            self.unmatched.append(path)
+            self._left[name_of] += 1
