@@ -82,26 +82,33 @@ def index_folder(
     before = _check_free(folder, force=force)
     with exclusive(folder, folder):
         shards = _read_all(folder, names, workers, progress or _ignore)
-        fields = _field_order(shards.values(), before)
-        parts = [_join(split, [shards[name] for name in listed], fields) for split, listed in grouped.items()]
-        _refuse_doubles(parts)
-        manifest = Manifest(
-            WEBDATASET, fields, {split.name: split for split, _, _ in parts}, source=_describe(shards.values())
-        )
-        if before is not None:
-            parts, manifest = _keep_known(folder, before, parts, manifest)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(folder, FILE))  # from here until the end the folder is not complete
-        return finish(
-            folder,
-            format=WEBDATASET,
-            splits=parts,
-            fields=fields,
-            classes=manifest.classes,
-            source=manifest.source,
-            options=manifest.options,
-            fingerprint=manifest.fingerprint,
-        )
+        return _write(folder, grouped, shards, before)
+
+
+def _write(
+    folder: str, grouped: Mapping[str, Sequence[str]], shards: Mapping[str, _Indexed], before: Manifest | None
+) -> Manifest:
+    """Everything that stands beside the shards, the manifest last."""
+    fields = _field_order(shards.values(), before)
+    parts = [_join(split, [shards[name] for name in listed], fields) for split, listed in grouped.items()]
+    _refuse_doubles(parts)
+    manifest = Manifest(
+        WEBDATASET, fields, {split.name: split for split, _, _ in parts}, source=_describe(shards.values())
+    )
+    if before is not None:
+        parts, manifest = _keep_known(folder, before, parts, manifest)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(folder, FILE))  # from here until the end the folder is not complete
+    return finish(
+        folder,
+        format=WEBDATASET,
+        splits=parts,
+        fields=fields,
+        classes=manifest.classes,
+        source=manifest.source,
+        options=manifest.options,
+        fingerprint=manifest.fingerprint,
+    )
 
 
 def _ignore(samples: int, bytes: int) -> None:  # noqa: A002
