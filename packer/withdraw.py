@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,11 +59,32 @@ def _as_keys(scan: Scan, listed: frozenset[bytes]) -> frozenset[bytes]:
     return frozenset(scan.keys[by_path[name]] if name in by_path else name for name in listed)
 
 
-def check_withdrawn(source: Source, out: str, dropped: frozenset[bytes]) -> list[str]:
-    """Check a finished dataset for withdrawn samples, by key, by path, and by content.
+class Withdrawn(NamedTuple):
+    """What a check for withdrawn samples found.
 
-    Returns:
-        A line saying what was checked, and a warning for kept samples whose content equals a withdrawn one's.
+    Attributes:
+        listed: how many names were to go, and are gone.
+        twins: keys of kept samples with the very content of a withdrawn one.
+    """
+
+    listed: int
+    twins: tuple[str, ...]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the user must look at."""
+        if not self.twins:
+            return []
+        shown = ", ".join(self.twins[:5]) + (", …" if len(self.twins) > 5 else "")
+        return [f"warning: {len(self.twins)} kept sample(s) have the same bytes as a withdrawn one: {shown}"]
+
+    def lines(self, out: str) -> list[str]:
+        """What was checked, and the warnings."""
+        return [f"none of the {self.listed:,} withdrawn samples is in {out}", *self.warnings]
+
+
+def check_withdrawn(source: Source, out: str, dropped: frozenset[bytes]) -> Withdrawn:
+    """Check a finished dataset for withdrawn samples, by key, by path, and (from packed sources) by content.
 
     Raises:
         OutputError: a withdrawn key or path is in the dataset.
@@ -74,15 +96,8 @@ def check_withdrawn(source: Source, out: str, dropped: frozenset[bytes]) -> list
         raise OutputError(
             f"{out} still holds {len(left)} of the withdrawn samples, for example {printable(left[0])!r}; do not use it"
         )
-    lines = [f"none of the {len(dropped):,} withdrawn samples is in {out}"]
-    if isinstance(source, PackedSource):
-        twins = _same_content(source, out, dropped)
-        if twins:
-            lines.append(
-                f"warning: {len(twins)} kept sample(s) have the same bytes as a withdrawn one: "
-                f"{', '.join(map(printable, twins[:5]))}"
-            )
-    return lines
+    twins = _same_content(source, out, dropped) if isinstance(source, PackedSource) else []
+    return Withdrawn(len(dropped), tuple(printable(key) for key in twins))
 
 
 def _same_content(source: PackedSource, out: str, dropped: frozenset[bytes]) -> list[bytes]:

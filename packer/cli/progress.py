@@ -95,6 +95,14 @@ class PackBars:
         self.quiet = quiet
         self._bar: Bar | None = None
 
+    def __enter__(self) -> PackBars:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def scanning(self, files: int) -> None:
         """So many files were found so far."""
         if self._bar is None:

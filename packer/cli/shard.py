@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +19,7 @@ from packer.errors import UsageError
 if TYPE_CHECKING:
     from packer.pack import PackResult, Prepared
     from packer.sources.base import Source
+    from packer.withdraw import Withdrawn
 
 
 @click.command("shard")
@@ -128,7 +135,7 @@ def command(**options: Any) -> None:
     """
     from packer.cli.progress import PackBars
     from packer.pack import pack_prepared, prepare
-    from packer.withdraw import check_withdrawn, read_keys, selection
+    from packer.withdraw import Withdrawn, check_withdrawn, read_keys, selection
 
     source = _source(options)
     pack_options = _pack_options(options)
@@ -140,8 +147,7 @@ def command(**options: Any) -> None:
         keys=read_keys(options["keys_file"]) if options["keys_file"] else None,
         drop=dropped,
     )
-    bars = PackBars(quiet=options["quiet"])
-    try:
+    with PackBars(quiet=options["quiet"]) as bars, _interruptible(options["out"]):
         prepared = prepare(source, pack_options, choose=choose, progress=bars.scanning)
         bars.close()
         if options["dry_run"]:
@@ -152,10 +158,26 @@ def command(**options: Any) -> None:
             for warning in prepared.plan.warnings:
                 click.echo(f"warning: {warning}", err=True)
         result = pack_prepared(prepared, options["out"], progress=bars)
-    finally:
-        bars.close()
-    notes = check_withdrawn(source, options["out"], dropped) if dropped else []
-    _print_result(options, result, notes)
+    withdrawn = check_withdrawn(source, options["out"], dropped) if dropped else Withdrawn(0, ())
+    if options["as_json"]:
+        _print_json(options["out"], result, withdrawn)
+    elif not options["quiet"]:
+        _print_result(options["out"], result, prepared.plan.warnings)
+    for line in withdrawn.lines(options["out"]) if dropped and not options["quiet"] else withdrawn.warnings:
+        click.echo(f"  {line}", err=True)
+    if not (options["as_json"] or options["quiet"]):
+        click.echo(f"next: packer verify {shlex.quote(options['out'])}", err=True)
+
+
+@contextlib.contextmanager
+def _interruptible(out: str) -> Iterator[None]:
+    """Ctrl-C is no error: say what becomes of the work, and end with the shell's status for it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "; finished shards are kept, the same command goes on" if os.path.exists(out) else ""
+        click.echo(f"\ninterrupted{kept}", err=True)
+        sys.exit(128 + signal.SIGINT)
 
 
 def _source(options: dict[str, Any]) -> Source:
@@ -274,54 +296,59 @@ def _print_plan(prepared: Prepared, *, as_json: bool) -> None:
     )
 
 
-def _print_result(options: dict[str, Any], result: PackResult, notes: list[str]) -> None:
+def _print_json(out: str, result: PackResult, withdrawn: Withdrawn) -> None:
     import json
 
-    manifest, out = result.manifest, options["out"]
-    reasons: dict[str, int] = {}
-    for _, reason in result.skipped:
-        reasons[reason] = reasons.get(reason, 0) + 1
-    if options["as_json"]:
-        click.echo(
-            json.dumps(
-                {
-                    "out": out,
-                    "already_complete": result.already_complete,
-                    "samples": manifest.samples,
-                    "bytes": manifest.bytes,
-                    "shards": sum(len(s.shards) for s in manifest.splits.values()),
-                    "classes": len(manifest.classes or ()),
-                    "skipped": reasons,
-                    "encoded": result.encoded,
-                    "warnings": [*result.warnings, *notes],
-                    "seconds": result.seconds,
-                    "resumed_shards": result.resumed_shards,
-                },
-                indent=2,
-            )
-        )
-        return
-    if options["quiet"]:
-        return
+    manifest = result.manifest
+    value = {
+        "out": out,
+        "already_complete": result.already_complete,
+        "samples": manifest.samples,
+        "bytes": manifest.bytes,
+        "shards": sum(len(split.shards) for split in manifest.splits.values()),
+        "classes": len(manifest.classes or ()),
+        "splits": {name: split.samples for name, split in manifest.splits.items()},
+        "skipped": manifest.source.get("skipped", {}),
+        "broken": manifest.source.get("broken", 0),
+        "encoded": result.encoded,
+        "warnings": [*result.warnings, *withdrawn.warnings],
+        "withdrawn": withdrawn.listed,
+        "seconds": result.seconds,
+        "resumed_shards": result.resumed_shards,
+    }
+    click.echo(json.dumps(value, indent=2))
+
+
+def _print_result(out: str, result: PackResult, said: Sequence[str]) -> None:
+    manifest = result.manifest
+    shards = sum(len(split.shards) for split in manifest.splits.values())
     if result.already_complete:
         click.echo(f"already complete: {out} holds these {manifest.samples:,} samples", err=True)
         return
-    seconds = max(result.seconds, 1e-9)
-    classes = f" in {len(manifest.classes):,} classes" if manifest.classes else ""
     click.echo(
-        f"packed {manifest.samples:,} samples{classes} into {sum(len(s.shards) for s in manifest.splits.values())} "
-        f"shard(s), {human_bytes(manifest.bytes)}, in {result.seconds:.1f} s "
-        f"({manifest.samples / seconds:,.0f} samples/s, {human_bytes(manifest.bytes / seconds)}/s)",
+        f"packed {manifest.samples:,} samples"
+        + (f" in {len(manifest.classes):,} classes" if manifest.classes else "")
+        + f" into {shards:,} shard(s), {human_bytes(manifest.bytes)}, in {result.seconds:.1f} s ({_speed(result)})",
         err=True,
     )
     if result.resumed_shards:
-        click.echo(f"  {result.resumed_shards} shard(s) were finished by an earlier run", err=True)
+        click.echo(f"  {result.resumed_shards:,} shard(s) were finished by an earlier run", err=True)
     for what, count in sorted(result.encoded.items()):
         click.echo(f"  {count:,} × {what}", err=True)
-    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        click.echo(f"  left out {count:,} × {reason}", err=True)
-    for note in notes:
-        click.echo(f"  {note}", err=True)
-    if reasons:
-        click.echo(f"  every file left out is listed in {os.path.join(out, 'report.json')}", err=True)
-    click.echo(f"next: packer verify {out}", err=True)
+    for reason, count in Counter(reason for _, reason in result.skipped).most_common():
+        click.echo(f"  skipped {count:,} × {reason}", err=True)
+    if result.broken:
+        path, reason = result.broken[0]
+        click.echo(f"  left out {len(result.broken):,} broken file(s), first {path}: {reason}", err=True)
+    for warning in result.warnings:
+        if warning not in said:
+            click.echo(f"  warning: {warning}", err=True)
+    if result.skipped or result.broken:
+        click.echo(f"  all of them are listed in {os.path.join(out, 'report.json')}", err=True)
+
+
+def _speed(result: PackResult) -> str:
+    """Of this run alone: what an earlier one wrote costs no time now."""
+    seconds = max(result.seconds, 1e-9)
+    rate = f"{human_bytes(result.written_bytes / seconds)}/s"
+    return rate if result.resumed_shards else f"{result.manifest.samples / seconds:,.0f} samples/s, {rate}"
