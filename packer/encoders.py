@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import io
+import re
+import struct
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from packer.errors import BadImageError
+import numpy as np
+
+from packer.errors import BadImageError, UsageError
 from packer.sample import is_image_field
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 _KEPT = "kept as they were: "
+
+#: Words in a field's name that say its pixels are numbers of something: a mean of two would be a third.
+_MASK_WORD = re.compile(
+    r"\b(annotations?|depth|gt|instances?|labels?|masks?|objects?|panoptic|seg|segmentation|semantic|targets?)\b"
+)
 
 
 @dataclass(frozen=True)
 class Resize:
     """Scale pictures down to a short side; see `packer.shard.Encoder`.
 
-    EXIF orientation is applied to the pixels and the EXIF block dropped; a colour profile is kept.
-    JPEG becomes JPEG (quality as given, 4:2:0), everything else lossless PNG or WebP of its own kind.
-    Pictures that are small enough, and animations, keep their very bytes.
+    Each keeps its file format: JPEG is written at `jpeg_quality`, 4:2:0, and lossy WebP at the same
+    quality; all others are lossless. 16-bit grey, alpha, CMYK and the colour profile are kept;
+    palettes become RGB, but not in masks (fields named `mask.png`, `seg.png` and the like), which are
+    scaled without mixing pixels. EXIF orientation is applied to the pixels and the EXIF block dropped.
+
+    Pictures that are small enough, animations, 16-bit colour (which Pillow cannot hold) and formats that
+    cannot be written keep their very bytes. Coordinates in sidecar files are not scaled.
 
     Attributes:
         short_side: pixels.
@@ -28,78 +45,136 @@ class Resize:
     short_side: int
     jpeg_quality: int = 92
 
+    def __post_init__(self) -> None:
+        if self.short_side < 1:
+            raise UsageError(f"--resize must be at least 1 pixel, got {self.short_side}")
+        if not 1 <= self.jpeg_quality <= 100:
+            raise UsageError(f"--jpeg-quality is from 1 to 100, got {self.jpeg_quality}")
+
     def fingerprint(self) -> str:
         """Options and library versions: another libjpeg may give other bytes."""
         from PIL import __version__, features
 
-        return (
-            f"resize {self.short_side} q{self.jpeg_quality} 4:2:0 lanczos, Pillow {__version__}, "
-            f"libjpeg {features.version('jpg')}, zlib {features.version('zlib')}"
+        libraries = ", ".join(
+            f"{name} {features.version(name)}" for name in ("libjpeg_turbo", "jpg", "zlib", "libtiff", "webp")
         )
+        return f"resize {self.short_side} q{self.jpeg_quality} 4:2:0 lanczos; Pillow {__version__}, {libraries}"
 
     def check_available(self) -> None:
         """Pillow is always there."""
 
     def encode(self, field: str, data: memoryview) -> tuple[bytes | None, str]:
         """See `packer.shard.Encoder.encode`."""
-        from PIL import Image
+        import PIL.Image
 
         if not is_image_field(field):
             return None, ""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with Image.open(io.BytesIO(data)) as image:
-                    return self._encode(image, mask="mask" in field or "label" in field or "seg" in field)
-        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-            raise BadImageError(f"does not decode: {error}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a damaged EXIF block does not damage pixels
+            try:
+                image = PIL.Image.open(io.BytesIO(data))
+                if reason := self._why_keep(image):
+                    return None, _KEPT + reason
+                size = self._size(image.size)
+                image.draft(image.mode, (2 * size[0], 2 * size[1]))  # JPEG: decode no more than is needed
+                image.load()
+            except (*_DECODE_ERRORS, PIL.Image.DecompressionBombError) as error:
+                raise BadImageError(f"does not decode: {error}") from error
+            mask = _MASK_WORD.search(field.replace("_", "-")) is not None
+            small = _upright(_resample(image if mask else _with_plain_pixels(image), size, mask=mask), image)
+            try:
+                return self._write(small, image, lossless=_is_lossless_webp(data))
+            except (OSError, ValueError) as error:
+                return None, f"{_KEPT}{image.mode} {image.format} cannot be written ({error})"
 
-    def _encode(self, image: object, *, mask: bool) -> tuple[bytes | None, str]:
-        from PIL import Image, ImageOps
-
-        if not isinstance(image, Image.Image):
-            raise TypeError(type(image))
+    def _why_keep(self, image: Image) -> str:
+        if image.format not in _WRITTEN_AS:
+            return f"format {image.format}"
         if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-            return None, _KEPT + "animations"
+            return "several frames"
         if min(image.size) <= self.short_side:
-            return None, _KEPT + f"short side at most {self.short_side}"
-        if image.format not in ("JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF"):
-            return None, _KEPT + f"format {image.format}"
-        kind = {"MPO": "JPEG"}.get(image.format, image.format)
-        profile = image.info.get("icc_profile")
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode in ("P", "PA", "1") and not mask:
-            upright = upright.convert(
-                "RGBA"
-                if "transparency" in upright.info or upright.mode == "PA"
-                else "L"
-                if upright.mode == "1"
-                else "RGB"
-            )
-        if kind == "JPEG" and upright.mode == "CMYK":
-            upright, profile = upright.convert("RGB"), None  # a CMYK profile says nothing about RGB
-        width, height = upright.size
+            return f"short side at most {self.short_side}"
+        tiles = getattr(image, "tile", None)
+        if tiles and ";16" in str(tiles[0][3]) and not image.mode.startswith("I"):
+            return "16-bit colour"
+        return ""
+
+    def _size(self, size: tuple[int, int]) -> tuple[int, int]:
+        width, height = size
         scale = self.short_side / min(width, height)
-        size = (max(1, round(width * scale)), max(1, round(height * scale)))
-        wide = upright.mode.startswith("I")  # 16 bits: only nearest works on I;16 itself, floats keep every value
-        if mask:
-            small = upright.resize(size, Image.Resampling.NEAREST)
-        elif wide:
-            small = (
-                upright.convert("F").resize(size, Image.Resampling.LANCZOS).point(lambda v: v * 1 + 0.5).convert("I")
-            )
-            small = small.convert("I;16")
-        else:
-            small = upright.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
-        out = io.BytesIO()
+        return max(1, round(width * scale)), max(1, round(height * scale))
+
+    def _write(self, small: Image, image: Image, *, lossless: bool) -> tuple[bytes, str]:
+        kind = _WRITTEN_AS[str(image.format)]
+        quality = ""
+        options: dict[str, Any] = {"icc_profile": image.info.get("icc_profile")}
         if kind == "JPEG":
-            small.save(out, "JPEG", quality=self.jpeg_quality, subsampling="4:2:0", optimize=True, icc_profile=profile)
+            options |= {"quality": self.jpeg_quality, "subsampling": "4:2:0", "optimize": True}
+            quality = f", quality {self.jpeg_quality}, 4:2:0"
+        elif kind == "WEBP" and lossless:
+            options |= {"lossless": True, "exact": True}
         elif kind == "WEBP":
-            small.save(out, "WEBP", lossless=True, icc_profile=profile, exif=b"")
+            options |= {"quality": self.jpeg_quality}
+            quality = f", quality {self.jpeg_quality}"
         elif kind == "TIFF":
-            small.save(out, "TIFF", compression="tiff_deflate", icc_profile=profile)
-        else:
-            small.save(out, kind, icc_profile=profile) if kind == "PNG" else small.save(out, kind)
-        return out.getvalue(), f"scaled down to a short side of {self.short_side} ({kind}" + (
-            f", quality {self.jpeg_quality}, 4:2:0)" if kind == "JPEG" else ")"
-        )
+            options |= {"compression": "tiff_adobe_deflate"}
+        for name in ("exif", "xmp", "XML:com.adobe.xmp", "Raw profile type exif"):
+            small.info.pop(name, None)
+        out = io.BytesIO()
+        small.save(out, kind, **options)
+        return out.getvalue(), f"scaled down to a short side of {self.short_side} ({kind}{quality})"
+
+
+#: Pillow's name of a format it has read → of the one to write.
+_WRITTEN_AS = {"JPEG": "JPEG", "MPO": "JPEG", "PNG": "PNG", "WEBP": "WEBP", "TIFF": "TIFF", "BMP": "BMP"}
+_DECODE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error)
+
+
+def _with_plain_pixels(image: Image) -> Image:
+    """Pixels that can be mixed: no palette, no colour that means 'transparent', no single bits."""
+    if "transparency" in image.info or image.mode == "PA":
+        return image.convert("RGBA")
+    if image.mode == "1":
+        return image.convert("L")
+    return image.convert("RGB") if image.mode == "P" else image
+
+
+def _resample(image: Image, size: tuple[int, int], *, mask: bool) -> Image:
+    import PIL.Image
+
+    if mask:
+        return image.resize(size, PIL.Image.Resampling.NEAREST)
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        # Lanczos overshoots at edges: in 32 bits nothing wraps around.
+        wide = np.asarray(image.convert("I").resize(size, PIL.Image.Resampling.LANCZOS))
+        return PIL.Image.fromarray(wide.clip(0, 65535).astype(np.uint16))
+    return image.resize(size, PIL.Image.Resampling.LANCZOS, reducing_gap=3.0)
+
+
+def _upright(small: Image, image: Image) -> Image:
+    """`small`, turned as the EXIF orientation of `image` says (CIPA DC-008, tag 274)."""
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    turn = turns.get(image.getexif().get(274, 1))
+    return small if turn is None else small.transpose(turn)
+
+
+def _is_lossless_webp(data: memoryview) -> bool:
+    if bytes(data[8:12]) != b"WEBP":
+        return False
+    at = 12
+    while at + 8 <= len(data):
+        kind, size = struct.unpack_from("<4sI", data, at)
+        if kind in (b"VP8 ", b"VP8L"):
+            return bool(kind == b"VP8L")
+        at += 8 + size + size % 2
+    return False
