@@ -6,13 +6,14 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from packer.errors import UsageError
-from packer.sample import printable
-from packer.sources.base import Scan
+from packer.sample import IMAGE_EXTENSIONS, printable
+from packer.sources.base import Scan, StringsBuilder
 from packer.strings import Int64s, Strings
 
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -109,57 +110,68 @@ def plan(scan: Scan, sample_bytes: Int64s, overhead: int, options: PlanOptions) 
         options: see `PlanOptions`.
     """
     scan = _resplit(scan, options)
-    order_by_split = []
+    rank = key_hash(scan.keys, options.seed, b"shuffle") if options.shuffle else None
+    orders = [np.zeros(0, np.int64)]
     shards: list[PlannedShard] = []
-    warnings = _missing_classes(scan) if options.split else []
-    too_large = 0
     start = 0
     for number, name in enumerate(scan.splits):
         members = np.flatnonzero(scan.split == number)
-        members = members[_shuffled(scan, members, options.seed)] if options.shuffle else members
+        if rank is not None:
+            members = members[_shuffled(rank[members], None if scan.unit is None else scan.unit[members])]
         sizes = sample_bytes[members]
-        too_large += int(np.count_nonzero(sizes + overhead > options.shard_bytes))
         units = None if scan.unit is None else scan.unit[members]
         ends = cut(sizes, overhead, options.shard_bytes, options.shard_samples, units)
-        begin = 0
-        for i, end in enumerate(ends):
+        for i, (begin, end) in enumerate(pairwise([0, *ends])):
             shards.append(PlannedShard(name, i, start + begin, start + end, int(sizes[begin:end].sum()) + overhead))
-            begin = end
-        order_by_split.append(members)
+        orders.append(members)
         start += len(members)
-    if too_large:
-        warnings.append(f"{too_large} sample(s) are larger than --shard-size; each gets a shard of its own")
-    order = np.concatenate(order_by_split) if order_by_split else np.zeros(0, np.int64)
-    return Plan(scan, order, tuple(shards), tuple(warnings))
+    warnings = _missing_classes(scan) + _oversized(shards, options, what="sample(s)" if scan.unit is None else "series")
+    return Plan(scan, np.concatenate(orders), tuple(shards), tuple(warnings))
+
+
+def _oversized(shards: Sequence[PlannedShard], options: PlanOptions, *, what: str) -> list[str]:
+    most = options.shard_samples
+    over = sum(s.bytes > options.shard_bytes or (most is not None and s.stop - s.start > most) for s in shards)
+    limits = "--shard-size" if most is None else "--shard-size or --shard-samples"
+    return [f"{over} {what} are larger than {limits}; each gets a shard of its own"] if over else []
 
 
 def cut(sizes: Int64s, overhead: int, limit: int, max_samples: int | None, units: Int64s | None = None) -> list[int]:
-    """Ends of shards over samples in order: as few shards as the limits allow, all about the same size.
+    """Ends of shards over samples in order: about as few shards as the limits allow, all about the same size.
 
     Even shards pack in parallel and stream in parallel; a last shard of a few samples does neither.
+
+    Args:
+        sizes: int64 (n,), bytes of each sample.
+        overhead: bytes of a shard beside its samples.
+        limit: bytes of a shard; a larger sample gets a shard of its own.
+        max_samples: samples of a shard, None for any number.
+        units: int64 (n,): neighbours of equal number stay together, as if they were one sample.
 
     >>> cut(np.array([4, 4, 4, 4, 4]), 0, 10, None)
     [2, 4, 5]
     """
     if len(sizes) == 0:
         return []
-    # A unit (a series) is never cut: only the positions after which one ends may end a shard.
-    allowed = (
-        np.arange(1, len(sizes) + 1)
-        if units is None
-        else np.append(np.flatnonzero(units[1:] != units[:-1]) + 1, len(sizes))
-    )
+    count = np.arange(len(sizes) + 1)
+    allowed = count[1:] if units is None else np.append(np.flatnonzero(units[1:] != units[:-1]) + 1, len(sizes))
     total = np.concatenate([[0], np.cumsum(sizes)])
     room = max(limit - overhead, 1)
     fewest = max(-(-int(total[-1]) // room), -(-len(sizes) // max_samples) if max_samples else 1, 1)
     for shards in range(fewest, fewest + 3):
-        goals = total[-1] * np.arange(1, shards + 1) / shards
-        ends = np.unique(allowed[np.searchsorted(total[allowed], goals - 0.5)])
-        spans = np.diff(total[np.concatenate([[0], ends])])
-        counts = np.diff(np.concatenate([[0], ends]))
-        if spans.max() <= room and (max_samples is None or counts.max() <= max_samples):
-            return [int(end) for end in ends]
+        for weight in (total, count) if max_samples else (total,):
+            ends = _even_ends(weight, allowed, shards)
+            spans, counts = np.diff(total[ends], prepend=0), np.diff(ends, prepend=0)
+            if spans.max() <= room and (max_samples is None or counts.max() <= max_samples):
+                return [int(end) for end in ends]
     return _cut_greedily(total, allowed, room, max_samples)
+
+
+def _even_ends(weight: Int64s, allowed: Int64s, shards: int) -> Int64s:
+    goals = float(weight[-1]) * np.arange(1, shards + 1) / shards
+    at = np.searchsorted(weight[allowed], goals - 0.5)
+    at[-1] = len(allowed) - 1  # whatever follows the last goal weighs nothing, but is there
+    return np.unique(allowed[np.minimum(at, len(allowed) - 1)])
 
 
 def _cut_greedily(total: Int64s, allowed: Int64s, room: int, max_samples: int | None) -> list[int]:
@@ -194,40 +206,56 @@ def key_hash(keys: Strings, seed: int, purpose: bytes) -> npt.NDArray[np.uint64]
     """uint64 (n,): a hash of each key that depends on the seed and on what it is for, and on nothing else.
 
     Multilinear hashing (Lemire, Kaser, "Strongly universal string hashing is fast", 2014): the sum of
-    bytes times random numbers by position, mixed. All keys at once; some 0.5 µs a key.
+    bytes times random numbers by position, mixed. All keys at once; some 0.15 µs a key.
     """
     salt = int.from_bytes(hashlib.blake2b(purpose + b" %d" % seed, digest_size=8).digest(), "little")
     longest = int(keys.lengths.max()) if len(keys) else 0
-    with np.errstate(over="ignore"):
-        weights = mix(np.uint64(salt) + np.arange(longest + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95))
-        blob = np.frombuffer(keys.blob, np.uint8)
-        parts = [_hash_some(blob, keys.ends[i : i + _AT_ONCE + 1], weights) for i in range(0, len(keys), _AT_ONCE)]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+    weights = mix(np.uint64(salt) + np.arange(longest + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95))
+    blob = np.frombuffer(keys.blob, np.uint8)
+    hashes = np.empty(len(keys), np.uint64)
+    begin = 0
+    while begin < len(keys):
+        # Some 64 KiB of keys at once: the arrays below stay in the processor's cache.
+        end = max(int(np.searchsorted(keys.ends, keys.ends[begin] + 65536, "right")) - 1, begin + 1)
+        text, ends = blob[keys.ends[begin] : keys.ends[end]], keys.ends[begin : end + 1] - keys.ends[begin]
+        position = np.arange(1, len(text) + 1) - np.repeat(ends[:-1], np.diff(ends))
+        sums = np.zeros(len(text) + 1, np.uint64)
+        np.cumsum((text.astype(np.uint64) + np.uint64(1)) * weights[position], out=sums[1:])
+        hashes[begin:end] = sums[ends[1:]] - sums[ends[:-1]]
+        begin = end
+    return mix(hashes + weights[0])
 
 
-_AT_ONCE = 16384  # keys hashed together: bounds the temporary arrays to some 20 MB
-
-
-def _hash_some(blob: npt.NDArray[np.uint8], ends: Int64s, weights: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    lengths = np.diff(ends)
-    position = np.arange(ends[-1] - ends[0]) - np.repeat(ends[:-1] - ends[0], lengths)
-    products = (blob[ends[0] : ends[-1]].astype(np.uint64) + np.uint64(1)) * weights[position + 1]
-    sums = np.concatenate([[np.uint64(0)], np.cumsum(products, dtype=np.uint64)])
-    at = ends - ends[0]
-    return mix(sums[at[1:]] - sums[at[:-1]] + weights[0])
-
-
-def _shuffled(scan: Scan, members: Int64s, seed: int) -> Int64s:
-    """Positions in `members`, in an order that depends on keys and seed alone.
+def _shuffled(rank: npt.NDArray[np.uint64], units: Int64s | None) -> Int64s:
+    """The order of samples (or of whole units) by rank, which depends on keys and seed alone.
 
     So the same samples come out in the same order from whatever source: packing a folder, repacking
     the result, and merging its parts all give the same bytes.
     """
-    rank = key_hash(scan.keys.take(members), seed, b"shuffle")
-    if scan.unit is None:
+    if units is None:
         return np.argsort(rank, kind="stable")
-    _, begins, position = np.unique(scan.unit[members], return_index=True, return_inverse=True)
-    return np.lexsort((np.arange(len(members)), rank[begins][position]))
+    _, heads, member = np.unique(units, return_index=True, return_inverse=True)
+    return np.lexsort((np.arange(len(units)), heads[member], rank[heads][member]))
+
+
+# A key that carries its extension lost it, or will get it, when a file of the same stem goes or comes.
+_CARRIED = re.compile(
+    rb"(?:%%2E(?:%s))+\Z" % b"|".join(sorted(name.encode() for name in IMAGE_EXTENSIONS)), re.IGNORECASE
+)
+
+
+def lasting(keys: Strings) -> Strings:
+    """Keys without the image extensions that some carry, so that they stay the same as a folder grows.
+
+    >>> list(lasting(Strings.of([b"c/a%2Ejpg", b"c/a", b"c/v1%2E2"])))
+    [b'c/a', b'c/a', b'c/v1%2E2']
+    """
+    if re.search(b"%2E", keys.blob) is None:
+        return keys
+    out = StringsBuilder()
+    for begin in range(0, len(keys), 4096):
+        out.extend([_CARRIED.sub(b"", key) for key in keys.slice(begin, min(begin + 4096, len(keys)))])
+    return out.build()
 
 
 # ---------------------------------------------------------------- subsets and splits
@@ -258,34 +286,66 @@ def select(
     keep = np.ones(len(scan), bool)
     for wanted, inside in ((keys, True), (drop_keys, False)):
         if wanted is not None:
-            listed = [bytes(key) in wanted for key in scan.keys]
-            if missing := wanted - set(scan.keys):
-                names = ", ".join(printable(name) for name in sorted(missing)[:5])
-                raise UsageError(f"{len(missing)} of the {len(wanted)} listed keys are in no sample: {names}")
-            keep &= np.array(listed, bool) == inside
+            keep &= _listed(scan.keys, wanted) == inside
+    heads, member = _units(scan)
+    keys_of_units = scan.keys if scan.unit is None else scan.keys.take(heads)
     if fold is not None:
-        keep &= key_hash(scan.keys, seed, b"fold") % np.uint64(fold[1]) == np.uint64(fold[0] - 1)
+        share = key_hash(lasting(keys_of_units), seed, b"fold") % np.uint64(fold[1])
+        keep &= (share == np.uint64(fold[0] - 1))[member]
+    if limit is not None and limit < np.count_nonzero(keep):
+        counts = np.bincount(member[keep], minlength=len(heads)).astype(np.int64)
+        keep &= _limited(counts, key_hash(keys_of_units, seed, b"limit"), limit)[member]
     chosen = np.flatnonzero(keep)
-    if limit is not None and len(chosen) > limit:
-        rank = np.argsort(key_hash(scan.keys.take(chosen), seed, b"limit"), kind="stable")
-        chosen = np.sort(chosen[rank[:limit]])
     if len(chosen) == 0:
         raise UsageError("the chosen subset is empty")
     return scan if len(chosen) == len(scan) else scan.take(chosen)
 
 
+def _listed(keys: Strings, wanted: frozenset[bytes]) -> npt.NDArray[np.bool_]:
+    listed = np.fromiter((key in wanted for key in keys), bool, len(keys))
+    if missing := wanted - {keys[i] for i in np.flatnonzero(listed).tolist()}:
+        names = ", ".join(printable(name) for name in sorted(missing)[:5])
+        raise UsageError(f"{len(missing)} of the {len(wanted)} listed keys are in no sample: {names}")
+    return listed
+
+
+def _units(scan: Scan) -> tuple[Int64s, Int64s]:
+    """Of what must not be parted: the first sample of each unit, and for every sample the number of its unit."""
+    if scan.unit is None:
+        return np.arange(len(scan)), np.arange(len(scan))
+    _, heads, member = np.unique(scan.unit, return_index=True, return_inverse=True)
+    return heads, member
+
+
+def _limited(counts: Int64s, rank: npt.NDArray[np.uint64], limit: int) -> npt.NDArray[np.bool_]:
+    """Bool (units,): those that fit into the limit, by rank; one that is too large is passed over."""
+    taken = np.zeros(len(counts), bool)
+    left = limit
+    for unit in np.argsort(rank, kind="stable").tolist():
+        if 0 < counts[unit] <= left:
+            taken[unit] = True
+            left -= int(counts[unit])
+        if left == 0:
+            break
+    return taken
+
+
 def _resplit(scan: Scan, options: PlanOptions) -> Scan:
     if options.split is None:
         return scan
-    names = tuple(name for name, _ in options.split)
     edges = np.cumsum([fraction for _, fraction in options.split])[:-1]
+    heads, member = _units(scan)
+    split = _sides(scan if scan.unit is None else scan.take(heads), edges, options)[member]
+    return replace(scan, split=split.astype(np.int16), splits=tuple(name for name, _ in options.split))
+
+
+def _sides(scan: Scan, edges: npt.NDArray[np.float64], options: PlanOptions) -> npt.NDArray[np.integer]:
+    """Which split each sample goes to."""
     if options.split_exact:
-        split: npt.NDArray[np.integer] = _exact_split(scan, edges, options.seed)
-    else:
-        keys = Strings.of(_groups(scan, options.group_regex)) if options.group_regex else scan.keys
-        share = key_hash(keys, options.seed, b"split").astype(np.float64) / 2.0**64
-        split = np.searchsorted(edges, share, "right")
-    return replace(scan, split=split.astype(np.int16), splits=names)
+        return _exact_split(scan, edges, options.seed)
+    keys = Strings.of(_groups(scan, options.group_regex)) if options.group_regex else lasting(scan.keys)
+    share = key_hash(keys, options.seed, b"split").astype(np.float64) / 2.0**64
+    return np.searchsorted(edges, share, "right")
 
 
 def _groups(scan: Scan, pattern: str) -> list[bytes]:
@@ -319,16 +379,15 @@ def _exact_split(scan: Scan, edges: npt.NDArray[np.float64], seed: int) -> npt.N
 
 
 def _missing_classes(scan: Scan) -> list[str]:
+    """A warning for each split that has labels, but not of every class that another one has."""
     warnings = []
     present = np.unique(scan.label[scan.label >= 0])
     for number, name in enumerate(scan.splits):
-        missing = np.setdiff1d(present, scan.label[scan.split == number])
-        if len(missing):
-            shown = ", ".join(
-                printable(scan.classes[i]) if scan.classes and i < len(scan.classes) else str(i)
-                for i in missing[:5].tolist()
-            )
-            warnings.append(
-                f"split {name!r} has no sample of {len(missing)} class(es): {shown}{', …' if len(missing) > 5 else ''}"
-            )
+        labels = scan.label[scan.split == number]
+        missing = np.setdiff1d(present, labels)
+        if len(missing) and (labels >= 0).any():
+            classes = scan.classes or ()
+            shown = [printable(classes[i]) if i < len(classes) else str(i) for i in missing[:5].tolist()]
+            more = ", …" if len(missing) > 5 else ""
+            warnings.append(f"split {name!r} has no sample of {len(missing)} class(es): {', '.join(shown)}{more}")
     return warnings

@@ -69,8 +69,7 @@ _PLAIN_PATH = re.compile(
 )
 _ESCAPED = {byte: b"%%%02X" % byte for byte in range(256)}
 
-# The same test for many base names at once, joined by '/'.
-_NOT_PLAIN = re.compile(rb"[^\x20-\x24\x26-\x2d\x2f-\x7e]|(?:^|/)(?:_|$|/)")
+_PLAIN_BYTES = bytes(byte for byte in range(0x20, 0x7F) if byte not in b".%")
 
 
 def _escape_component(name: bytes, *, dots: bool) -> bytes:
@@ -164,10 +163,10 @@ def unique_keys(folder: bytes, names: Sequence[bytes]) -> list[bytes]:
             if longer == stems:
                 break
             stems = longer
-    joined = b"/".join(stems)
-    if joined.count(b"/") == len(stems) - 1 and _PLAIN_PATH.fullmatch(prefix + b"x") and not _NOT_PLAIN.search(joined):
-        return [prefix + stem for stem in stems]
-    return [escape_key(prefix + stem) for stem in stems]
+    joined = b"/" + b"/".join(stems)
+    if joined.translate(None, _PLAIN_BYTES) or b"/_" in joined or not _PLAIN_PATH.fullmatch(prefix + b"x"):
+        return [escape_key(prefix + stem) for stem in stems]
+    return [prefix + stem for stem in stems]
 
 
 def bad_fields(fields: Iterable[str]) -> list[str]:

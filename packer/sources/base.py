@@ -152,7 +152,7 @@ class StringsBuilder:
         """The finished column."""
         ends = np.zeros(len(self._lengths) + 1, np.int64)
         np.cumsum(np.frombuffer(self._lengths, np.int64) if self._lengths else [], out=ends[1:])
-        return Strings(memoryview(bytes(self._blob)), ends)
+        return Strings(memoryview(self._blob).toreadonly(), ends)
 
 
 @dataclass
@@ -191,8 +191,8 @@ class ScanBuilder:
         self._sizes.extend(sizes)
         self._field.extend(fields)
         self._label.extend(labels)
-        self._counts.extend([1] * len(keys))
-        self._split.extend([number] * len(keys))
+        self._counts.extend(array("q", [1]) * len(keys))
+        self._split.extend(array("h", [number]) * len(keys))
 
     def add(self, key: bytes, label: int, split: str, files: Sequence[tuple[bytes, int, str]]) -> None:
         """Append one sample of several files `(path, size, field)`."""
@@ -206,8 +206,10 @@ class ScanBuilder:
 
     def build(self, *, classes: tuple[str, ...] | None, made_cls: bool, layout: str, rule: str) -> Scan:
         """The finished scan, fields in alphabetical order (so that file order never shows)."""
-        names = tuple(sorted(self.fields, key=lambda name: (name != "jpg", name)))
-        rank = np.zeros(max(len(names), 1), np.int16)
+        field = _column(self._field, np.int16)
+        used = set(np.flatnonzero(np.bincount(field, minlength=len(self.fields))).tolist())
+        names = tuple(sorted((n for n, number in self.fields.items() if number in used), key=lambda n: (n != "jpg", n)))
+        rank = np.zeros(max(len(self.fields), 1), np.int16)
         for position, name in enumerate(names):
             rank[self.fields[name]] = position
         first = np.zeros(len(self._counts) + 1, np.int64)
@@ -216,7 +218,7 @@ class ScanBuilder:
             fields=names,
             paths=self._paths.build(),
             sizes=_column(self._sizes, np.int64),
-            field=rank[_column(self._field, np.int16)],
+            field=rank[field],
             first=first,
             keys=self._keys.build(),
             label=_column(self._label, np.int64),

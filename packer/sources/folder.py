@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from packer.sources.layouts import (
     by_split,
     holds_picture,
     inner_layout,
+    is_picture_extension,
     recognise,
     split_of,
 )
@@ -110,8 +112,8 @@ class _Pictures(NamedTuple):
     """The pictures of one folder: base names, bytes, numbers of their fields."""
 
     names: list[bytes]
-    sizes: list[int]
-    fields: list[int]
+    sizes: array[int]
+    fields: array[int]
 
 
 class _Scanner:
@@ -266,24 +268,24 @@ class _Scanner:
             )
         return fixed
 
-    def _picture(self, extension: bytes) -> int:
-        """The field number for a raw extension, −1 where it is no picture's."""
+    def _field(self, extension: bytes) -> int:
+        """The field number for an extension as written, −1 where it is no picture's."""
         number = self._fields.get(extension)
         if number is None:
-            text = extension.decode("utf-8", "replace").lower()
-            number = self.out.field_number(field_name(text)) if text in IMAGE_EXTENSIONS else -1
+            name = field_name(extension.decode("utf-8", "replace"))
+            number = self.out.field_number(name) if is_picture_extension(extension) else -1
             self._fields[extension] = number
         return number
 
     def _pictures(self, folder: Folder) -> _Pictures:
         """The pictures in one folder; everything else is put aside."""
-        names, sizes = folder.names, folder.sizes.tolist()
-        split = (name.rpartition(b".") for name in names)
-        fields = [self._picture(extension) if stem else -1 for stem, _, extension in split]
-        if not names or (min(sizes) > 0 and min(fields) >= 0):  # the usual folder
-            return _Pictures(names, sizes, fields)
-        prefix, pictures = folder.prefix, _Pictures([], [], [])
-        for name, size, number in zip(names, sizes, fields, strict=True):
+        numbers = {extension: self._field(extension) for extension in sorted(folder.extensions)}
+        if len(numbers) == 1 and min(numbers.values()) >= 0 and min(folder.sizes) > 0:  # the usual folder
+            return _Pictures(folder.names, folder.sizes, array("h", numbers.values()) * len(folder.sizes))
+        prefix, pictures = folder.prefix, _Pictures([], array("q"), array("h"))
+        for name, size in zip(folder.names, folder.sizes, strict=True):
+            _, dot, extension = name.rpartition(b".")
+            number = numbers[extension] if dot else -1
             if number < 0:
                 self.out.skipped.append((prefix + name, _NO_IMAGE))
             elif size == 0:
@@ -298,7 +300,9 @@ class _Scanner:
         names, sizes, fields = self._pictures(folder)
         if names:
             prefix, keys = folder.prefix, unique_keys(folder.path, names)
-            self.out.add_singles(keys, [prefix + n for n in names], sizes, fields, [label] * len(names), split)
+            self.out.add_singles(
+                keys, [prefix + n for n in names], sizes, fields, array("q", [label]) * len(names), split
+            )
 
     def _skip(self, folder: Folder, reason: str) -> None:
         self.out.skipped += [(folder.prefix + name, reason) for name in folder.names]

@@ -105,25 +105,26 @@ def _top(path: bytes) -> bytes:
 
 def holds_picture(folder: Folder) -> bool:
     """Whether any file of the folder itself is a picture by its extension."""
-    return any(split_extension(name)[1] in IMAGE_EXTENSIONS for name in folder.names)
+    return any(map(is_picture_extension, folder.extensions))
+
+
+def is_picture_extension(extension: bytes) -> bool:
+    """Whether files of this extension, as written in their names, are pictures."""
+    return extension.decode("utf-8", "replace").lower() in IMAGE_EXTENSIONS
 
 
 def _count_sidecars(folders: Sequence[Folder]) -> tuple[int, int]:
     """How many pictures there are, and how many of them have another file of the same stem beside them."""
     pictures = sidecars = 0
     for folder in folders:
-        names = folder.names
-        if {name.rpartition(b".")[2] for name in names} <= _USUAL:  # nothing but pictures: by far the most folders
-            pictures += len(names)
+        if all(map(is_picture_extension, folder.extensions)):  # by far the most folders
+            pictures += len(folder.sizes)
             continue
         stems: set[bytes] = set()
         others: set[bytes] = set()
-        for name in names:
+        for name in folder.names:
             stem, extension = split_extension(name)
             (stems if extension in IMAGE_EXTENSIONS else others).add(stem)
         pictures += len(stems)
         sidecars += len(stems & others)
     return pictures, sidecars
-
-
-_USUAL = frozenset(word for extension in IMAGE_EXTENSIONS for word in (extension.encode(), extension.upper().encode()))

@@ -8,12 +8,13 @@ import os
 import re
 import stat
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from packer.errors import SourceError, UsageError
-from packer.sample import printable
+from packer.sample import IMAGE_EXTENSIONS, printable
 
 #: Folders that tools leave behind; their files are no samples and they are no classes.
 JUNK_FOLDERS = frozenset(
@@ -27,6 +28,9 @@ _JUNK_SUFFIXES = (b"~", b".part", b".tmp", b".partial", b".crdownload", b".swp",
 _DEFECTS = frozenset(
     (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EOVERFLOW)
 )
+# Folders with files of these extensions only, as they are usually written, need no look at each name.
+_PICTURES = frozenset(e.encode() for name in IMAGE_EXTENSIONS for e in (name, name.upper()))
+
 _ALL_MAY_READ = 0o444
 _MOST_VISITS = 100  # of one folder, through links: k folders that link to each other make k! paths
 
@@ -39,11 +43,13 @@ class Folder:
         path: relative to the root, b"" for the root itself.
         joined: the names joined by b"/" (a list would cost 60 bytes more for each file).
         sizes: bytes of each file.
+        extensions: what follows the last dot of any name, as it is written; b"" where a name has no dot.
     """
 
     path: bytes
     joined: bytes
     sizes: array[int]
+    extensions: frozenset[bytes]
 
     @property
     def names(self) -> list[bytes]:
@@ -155,9 +161,8 @@ def list_folder(
     found = 0
     walk = _Walk(os.fsencode(root), listing, filter, follow=follow_symlinks)
     for path, sizes in walk:
-        names = walk.wanted(path, sorted(sizes))
-        listing.folders.append(Folder(path, b"/".join(names), array("q", map(sizes.__getitem__, names))))
-        found += len(names)
+        listing.folders.append(walk.wanted(path, sizes))
+        found += len(listing.folders[-1].sizes)
         if progress is not None:
             progress(found)
     return listing
@@ -173,6 +178,7 @@ class _Walk:
         self._left_out, self._folder_left_out = filter_.test(), filter_.test_folder()
         self._filters = bool(filter_.include or filter_.exclude)
         self._visits: Counter[tuple[int, int]] = Counter()
+        self._extensions: dict[frozenset[bytes], frozenset[bytes]] = {}  # one object for a thousand equal folders
 
     def __iter__(self) -> Iterator[tuple[bytes, dict[bytes, int]]]:
         # Each entry carries the identities of the folders above it: a folder that is its own ancestor is a loop.
@@ -198,16 +204,19 @@ class _Walk:
             yield folder, files
             pending += [(os.path.join(folder, name), above) for name in sorted(folders, reverse=True)]
 
-    def wanted(self, folder: bytes, names: list[bytes]) -> list[bytes]:
-        """Those names that are no junk and pass the filter; the others are listed with the reason."""
-        if not self._filters and not any(
-            name[0] == 0x2E or name.endswith(_JUNK_SUFFIXES) or name in _JUNK_FILES for name in names
-        ):
-            return names
-        prefix = _prefix(folder)
-        reasons = {name: reason for name in names if (reason := self._left_out(prefix + name, name))}
-        self._listing.skipped += [(prefix + name, reason) for name, reason in reasons.items()]
-        return [name for name in names if name not in reasons]
+    def wanted(self, path: bytes, sizes: dict[bytes, int]) -> Folder:
+        """The folder without files that are junk or do not pass the filter; these are listed with the reason."""
+        names = sorted(sizes)
+        extensions = _extensions(names)
+        at = bisect_left(names, b".")
+        if self._filters or not extensions <= _PICTURES or (at < len(names) and names[at][0] == 0x2E):
+            prefix = _prefix(path)
+            reasons = {name: reason for name in names if (reason := self._left_out(prefix + name, name))}
+            self._listing.skipped += [(prefix + name, reason) for name, reason in reasons.items()]
+            names = [name for name in names if name not in reasons]
+            extensions = _extensions(names)
+        same = self._extensions.setdefault(extensions, extensions)
+        return Folder(path, b"/".join(names), array("q", map(sizes.__getitem__, names)), same)
 
     def _identify(self, folder: bytes, here: bytes) -> tuple[int, int]:
         status = os.stat(here)
@@ -258,6 +267,13 @@ class _Walk:
             self._listing.skipped.append((prefix + name + b"/", reason))
         else:
             folders.append(name)
+
+
+def _extensions(names: list[bytes]) -> frozenset[bytes]:
+    extensions = frozenset([name.rpartition(b".")[2] for name in names])
+    if not extensions.isdisjoint(names):  # a name without a dot, `jpg` say
+        return frozenset([name.rpartition(b".")[2] if b"." in name else b"" for name in names])
+    return extensions
 
 
 def _prefix(folder: bytes) -> bytes:
