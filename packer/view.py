@@ -1,0 +1,312 @@
+"""One self-contained HTML page that shows a packed dataset: pictures by class, histograms, shards.
+
+The page holds no script and asks for nothing from the network (its own policy forbids both). Every
+name in it is escaped; names of control or direction characters are shown as escapes. It depends on
+the dataset and the options alone, so the same call gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from string import Template
+
+import numpy as np
+
+from packer import __version__
+from packer import view_page as html
+from packer.engines import Report, local_engine
+from packer.errors import BadImageError, UsageError
+from packer.packed import Packed, PackedSplit
+from packer.pictures import Picture, decode_rgb, picture_fields
+from packer.stats import spread
+from packer.storage import write_atomic
+from packer.strings import Int64s
+
+MAX_CLASSES = 50
+MAX_PICTURES = 600
+WITHOUT_CLASSES = 120  # pictures, where there are no classes to sort them by
+
+_SHORT_SIDE = 144  # of a thumbnail: 88 CSS pixels at 1.6 device pixels
+_LONG_SIDE = 320
+_PIXEL_ART = 48  # pictures this small are shown pixel by pixel
+_AT_ONCE = 24
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page that was written.
+
+    Attributes:
+        path: where.
+        pictures: thumbnails in it.
+        classes: classes in the contact sheet.
+        bytes: its size.
+    """
+
+    path: str
+    pictures: int
+    classes: int
+    bytes: int
+
+
+def view(
+    folder: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    split: str | None = None,
+    per_class: int = 12,
+    workers: int | None = None,
+    progress: Report | None = None,
+) -> Page:
+    """Write the page.
+
+    Args:
+        folder: a packed dataset.
+        output: the HTML file to write; one that is there is replaced.
+        split: show only this split.
+        per_class: pictures of each class. At most `MAX_CLASSES` classes and `MAX_PICTURES` pictures are shown.
+        workers: processes; None takes one per CPU that may be used.
+        progress: called with (pictures, bytes) done since the last call.
+
+    Raises:
+        ManifestError: no packed dataset.
+        ShardError: a shard is truncated or damaged.
+        OutputError: the file cannot be written.
+
+    >>> view("out/", "out.html").pictures                                    # doctest: +SKIP
+    600
+    """
+    dataset = Packed(folder)
+    if split is not None and split not in dataset:
+        raise UsageError(f"{dataset.folder} has no split {split!r}; it has: {', '.join(dataset)}")
+    shown = _Shown([packed for name, packed in dataset.items() if split in (None, name)], dataset.manifest.classes)
+    groups = list(shown.groups(per_class))
+    tiles = _tiles(shown, groups, workers, progress or _ignore)
+    page = _page(dataset, shown, groups, tiles).encode("utf-8")
+    write_atomic(os.fspath(output), [page])
+    return Page(os.fspath(output), len(tiles), len(groups), len(page))
+
+
+def _ignore(pictures: int, bytes: int) -> None:  # noqa: A002
+    """A progress report that nobody reads."""
+
+
+def _page(dataset: Packed, shown: _Shown, groups: Sequence[_Group], tiles: dict[int, str]) -> str:
+    manifest = dataset.manifest
+    sections = [
+        *html.splits(manifest),
+        *html.classes(shown.class_counts(), int(np.count_nonzero(shown.labels < 0))),
+        *html.histograms(_charts(shown)),
+        html.sheet_section(
+            _said(shown, groups),
+            [(group.name, group.count, [tiles[i] for i in group.samples.tolist()]) for group in groups],
+        ),
+        *html.shards(manifest),
+    ]
+    fingerprint = manifest.fingerprint[:16]
+    return Template(files("packer").joinpath("view_template.html").read_text("utf-8")).substitute(
+        title=html.text(os.path.basename(os.path.abspath(dataset.folder))),
+        key=html.head_line(manifest),
+        facts=html.facts(manifest),
+        sections="\n".join(sections),
+        version=__version__,
+        fingerprint=f'Fingerprint <span class="mono">{html.text(fingerprint)}</span>.' if fingerprint else "",
+    )
+
+
+def _charts(shown: _Shown) -> list[str]:
+    charts = []
+    if len(sides := shown.sizes()):
+        charts.append(html.histogram("Short side in pixels", spread(sides)))
+    if len(sizes := shown.picture_bytes()):
+        charts.append(html.histogram("Encoded size", spread(sizes), "bytes"))
+    return charts
+
+
+def _said(shown: _Shown, groups: Sequence[_Group]) -> str:
+    """What the contact sheet shows of how much."""
+    pictures = sum(len(group.samples) for group in groups)
+    of = "" if len(shown.splits) == 1 and shown.splits[0].split.name == "train" else (
+        f" from {', '.join(packed.split.name for packed in shown.splits)}")  # fmt: skip
+    every = len(shown.class_counts())
+    classes = f" of {len(groups):,} of the {every:,} classes" if len(groups) < every else ""
+    if pictures == len(shown.labels):
+        return f"All {pictures:,} samples{of}."
+    return f"{pictures:,} of {len(shown.labels):,} samples{of}{classes}, evenly spaced in the order they are packed."
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A class, or all samples where there are none.
+
+    Attributes:
+        name: to be shown; None for all samples.
+        count: how many samples it has.
+        samples: numbers of those that are shown.
+    """
+
+    name: str | None
+    count: int
+    samples: Int64s
+
+
+class _Shown:
+    """The samples of the chosen splits, numbered through."""
+
+    def __init__(self, splits: Sequence[PackedSplit], classes: Sequence[str] | None) -> None:
+        self.splits = splits
+        self.starts = np.concatenate([[0], np.cumsum([len(packed) for packed in splits])]).astype(np.int64)
+        self.labels = self._column("label")
+        self._names = classes
+
+    def _column(self, name: str) -> Int64s:
+        return np.concatenate([np.zeros(0, np.int64), *(packed.rows[name].astype(np.int64) for packed in self.splits)])
+
+    def class_counts(self) -> list[tuple[str, int]]:
+        """(name, samples) by label; empty without labels."""
+        labels, counts = np.unique(self.labels[self.labels >= 0], return_counts=True)
+        by_label = dict(zip(labels.tolist(), counts.tolist(), strict=True))
+        every = sorted({*by_label, *range(len(self._names or ()))}) if by_label else []
+        return [(self.class_name(label), by_label.get(label, 0)) for label in every]
+
+    def class_name(self, label: int) -> str:
+        """A class's name, or its number where it has none."""
+        return self._names[label] if self._names is not None and 0 <= label < len(self._names) else str(label)
+
+    def groups(self, per_class: int) -> Iterator[_Group]:
+        """Some samples of each class, evenly spaced over the dataset, so that the same call shows the same."""
+        labels, counts = np.unique(self.labels[self.labels >= 0], return_counts=True)
+        if not len(labels):
+            yield _Group(None, len(self.labels), _evenly(np.arange(len(self.labels)), WITHOUT_CLASSES))
+            return
+        order = np.argsort(self.labels, kind="stable")
+        first = np.searchsorted(self.labels[order], labels)
+        for i in _evenly(np.arange(len(labels)), min(MAX_CLASSES, max(MAX_PICTURES // per_class, 1))).tolist():
+            members = order[first[i] : first[i] + counts[i]]
+            yield _Group(self.class_name(int(labels[i])), int(counts[i]), _evenly(members, per_class))
+
+    def sizes(self) -> Int64s:
+        """Known short sides in pixels."""
+        height, width = self._column("height"), self._column("width")
+        return np.minimum(height, width)[(height > 0) & (width > 0)]
+
+    def picture_bytes(self) -> Int64s:
+        """The encoded size of each sample's picture."""
+        found = [np.zeros(0, np.int64)]
+        for packed in self.splits:
+            length = np.full(len(packed), -1, np.int64)
+            for field in picture_fields(packed.fields):
+                length = np.where(length < 0, packed.rows[f"{field}:length"], length)
+            found.append(length[length >= 0])
+        return np.concatenate(found)
+
+    def split_of(self, sample: int) -> tuple[PackedSplit, int]:
+        """The split that a sample is in, and its number there."""
+        at = int(np.searchsorted(self.starts, sample, "right")) - 1
+        return self.splits[at], sample - int(self.starts[at])
+
+
+def _evenly(values: Int64s, most: int) -> Int64s:
+    if len(values) <= most:
+        return values
+    return values[np.linspace(0, len(values) - 1, most).round().astype(np.int64)]
+
+
+# ---------------------------------------------------------------- thumbnails
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Samples of one split whose tiles one worker makes; `numbers` are those of `_Shown`."""
+
+    packed: PackedSplit
+    samples: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+
+def _tiles(shown: _Shown, groups: Iterable[_Group], workers: int | None, report: Report) -> dict[int, str]:
+    """One tile of HTML for each sample."""
+    jobs: dict[int, list[tuple[int, int]]] = {}
+    for number in sorted(int(sample) for group in groups for sample in group.samples):
+        packed, sample = shown.split_of(number)
+        jobs.setdefault(shown.splits.index(packed), []).append((sample, number))
+    tasks = [
+        _Job(shown.splits[at], *zip(*pairs[i : i + _AT_ONCE], strict=True))
+        for at, pairs in jobs.items()
+        for i in range(0, len(pairs), _AT_ONCE)
+    ]
+    tiles: dict[int, str] = {}
+    for made in local_engine(workers, len(tasks)).run(_make_tiles, tasks, report):
+        tiles |= made
+    return tiles
+
+
+def _make_tiles(job: _Job, report: Report) -> dict[int, str]:
+    tiles = {}
+    for sample, number in zip(job.samples, job.numbers, strict=True):
+        tiles[number] = _tile(job.packed, sample)
+        report(1, 0)
+    job.packed.close()
+    return tiles
+
+
+def _tile(packed: PackedSplit, sample: int) -> str:
+    row, key = packed.rows[sample], packed.key(sample)
+    where = f"{key}\n{packed.split.name}, sample {sample}, {packed.shards[int(row['shard'])].name}"
+    field = next((name for name in picture_fields(packed.fields) if row[f"{name}:length"] >= 0), None)
+    if field is None:
+        held = ", ".join(
+            f"{name} {html.human(row[f'{name}:length'])}" for name in packed.fields if row[f"{name}:length"] >= 0
+        )
+        return f'<div class="none" title="{_title(where)}">{html.text(held or "empty")}</div>'
+    data = packed.read(sample, field, check=True) or b""
+    try:
+        picture = decode_rgb(data)
+    except BadImageError as error:
+        return f'<div class="bad" title="{_title(where)}">{html.text(error)}</div>'
+    facts = f"{picture.rgb.width}×{picture.rgb.height} {picture.format}, {html.human(len(data))}"
+    kind, thumbnail, size = _thumbnail(picture)
+    pixels = ' class="px"' if kind == "png" else ""
+    return (
+        f'<img{pixels} src="data:image/{kind};base64,{base64.b64encode(thumbnail).decode("ascii")}" '
+        f'width="{size[0]}" height="{size[1]}" loading="lazy" decoding="async" alt="{html.text(key)}" '
+        f'title="{_title(f"{where}{chr(10)}{facts}")}">'
+    )
+
+
+def _title(lines: str) -> str:
+    """Lines of a tooltip."""
+    return "&#10;".join(html.text(line) for line in lines.split("\n"))
+
+
+def _thumbnail(picture: Picture) -> tuple[str, bytes, tuple[int, int]]:
+    """MIME subtype, encoded bytes and (width, height); upright."""
+    from PIL import Image
+
+    turn = {
+        2: (Image.Transpose.FLIP_LEFT_RIGHT,), 3: (Image.Transpose.ROTATE_180,), 4: (Image.Transpose.FLIP_TOP_BOTTOM,),
+        5: (Image.Transpose.TRANSPOSE,), 6: (Image.Transpose.ROTATE_270,), 7: (Image.Transpose.TRANSVERSE,),
+        8: (Image.Transpose.ROTATE_90,),
+    }.get(picture.orientation, ())  # fmt: skip
+    image = picture.rgb
+    scale = min(_SHORT_SIDE / min(image.size), _LONG_SIDE / max(image.size), 1.0)
+    small = max(image.size) <= _PIXEL_ART
+    if scale < 1:
+        size = (max(round(image.width * scale), 1), max(round(image.height * scale), 1))
+        image = image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+    for operation in turn:
+        image = image.transpose(operation)
+    out = io.BytesIO()
+    if small:
+        image.save(out, "PNG")
+    else:
+        image.save(out, "JPEG", quality=80, optimize=True)
+    return "png" if small else "jpeg", out.getvalue(), image.size
