@@ -8,6 +8,7 @@ through Pillow, whose result is the reference. What a picture becomes:
 - Colour profiles and gamma are ignored. CMYK and YCCK come out the right way round.
 - 16-bit grey is scaled by 1/257 for "RGB", and keeps its bits for mode=None and "I;16". Pillow has no 16-bit
   colour: such files come as 8 bits.
+- Without `orient`, pixels come as they are stored; only TIFFs Pillow always turns upright.
 - The first frame stands for an animation, a burst or a stereo pair.
 - Truncated files raise; faults that Pillow repairs in silence are repaired.
 """
@@ -121,9 +122,10 @@ class Picture:
         if mode not in ("RGB", "L", None):
             return None
         try:
-            return simplejpeg.decode_jpeg(self._data, "GRAY" if grey else "RGB")
+            pixels: Pixels = simplejpeg.decode_jpeg(self._data, "GRAY" if grey else "RGB")
         except ValueError:
             return None
+        return pixels
 
     def _decode_jpeg_part(self, header: jpeg.JpegHeader, rows: Span, columns: Span, scale: int) -> Pixels | None:
         """The spans' pixels of the JPEG at 1/scale, or None where Pillow has to look at it."""
@@ -153,12 +155,18 @@ def _plain_jpeg(data: Buffer) -> jpeg.JpegHeader | None:
     return header if header.components in (1, 3) else None
 
 
+_DCT_ROOM = 1.5
+"""How many times as large as the result a scaled picture must stay. For crops of photographs of 2 megapixels to
+224 pixels, 1.5 gives a mean difference of 0.3 levels to Pillow in 7.8 ms, 1 gives 0.75 in 7.0, 2 gives 0.16 in 8.3
+and no scaling 0.00 in 10.1; at 500×375 pixels all of them take the same time."""
+
+
 def _dct_scale(header: jpeg.JpegHeader, crop: Crop, size: tuple[int, int]) -> int:
-    """1, 2, 4 or 8: by how much the decoder may shrink the picture so that the crop stays as large as `size`."""
+    """1, 2, 4 or 8: by how much the decoder may shrink the picture on the way to a crop of `size`."""
     # Below 8 pixels two scales give the same size, and the decoder could choose the other.
     if header.height < 8 or header.width < 8:
         return 1
-    room = min(crop.height / size[0], crop.width / size[1])
+    room = min(crop.height / size[0], crop.width / size[1]) / _DCT_ROOM
     return 1 if room < 2 else 2 if room < 4 else 4 if room < 8 else 8
 
 
@@ -166,9 +174,10 @@ def _decode_scaled(data: jpeg.Buffer, height: int, width: int, scale: int, *, st
     """RGB at 1/scale of a JPEG of this size, (⌈H/scale⌉, ⌈W/scale⌉, 3); None where simplejpeg refuses."""
     least = (-(-height // scale), -(-width // scale)) if scale > 1 else (0, 0)
     try:
-        return simplejpeg.decode_jpeg(data, "RGB", False, False, *least, scale, None, strict)
+        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", False, False, *least, scale, None, strict)
     except ValueError:
         return None
+    return pixels
 
 
 def image_size(data: Buffer, *, orient: bool = False) -> tuple[int, int]:
@@ -188,7 +197,7 @@ def image_size(data: Buffer, *, orient: bool = False) -> tuple[int, int]:
 def decode_image(
     data: Buffer, *, mode: str | None = "RGB", orient: bool = False, max_pixels: int = MAX_PIXELS
 ) -> npt.NDArray[Any]:
-    """Decode a whole image.
+    r"""Decode a whole image.
 
     Args:
         data: an encoded image of any format that Pillow knows.
@@ -205,7 +214,7 @@ def decode_image(
         UsageError: another mode.
 
     Example:
-        >>> decode_image(b"P5 2 1 255 \\x07\\x09").tolist()
+        >>> decode_image(b"P5 2 1 255 \x07\x09").tolist()
         [[[7, 7, 7], [9, 9, 9]]]
     """
     return Picture(data, orient=orient, max_pixels=max_pixels).pixels(mode)
@@ -229,8 +238,8 @@ def decode_crop_into(
         out: (3, h, w) on the CPU, any strides: uint8, or a float type.
         normalize: for float output, `pixel * scale + bias`; without it floats are 0 to 255.
         orient: turn the picture as its EXIF orientation says.
-        dct_scaling: let the JPEG decoder halve a crop that is at least twice as large as `out` (or quarter it …):
-            a mean difference of 0.4 levels for 10 % more speed.
+        dct_scaling: let the JPEG decoder halve (or quarter …) a picture whose crop then is still 1.5 times as
+            large as `out`: a mean difference of 0.3 levels in such crops, for a fifth of their time.
         max_pixels: refuse larger pictures.
 
     Raises:

@@ -20,9 +20,9 @@ Wanted = Literal["pil", "tensor", "image=", "array", "bytes"]
 def wanted_input(transform: Callable[..., Any]) -> Wanted:
     """What a callable wants to be given.
 
-    The first rule that fits: albumentations (by its classes' module, or a parameter that must be called
-    `image`) → "image="; torchvision v2 without a step that converts from PIL, other `torch.nn.Module` → "tensor";
-    other torchvision → "pil"; the annotation of the first parameter; else "pil", as torchvision's `ImageFolder` hands out.
+    The first rule that fits: albumentations → "image="; torchvision v2 without a step that converts from PIL →
+    "tensor"; other torchvision → "pil"; other `torch.nn.Module` → "tensor"; a parameter that must be given as
+    `image` → "image="; the annotation of the first parameter; "pil", as torchvision's `ImageFolder` hands out.
     """
     function = transform.func if isinstance(transform, functools.partial) else transform
     packages = {cls.__module__.partition(".")[0] for cls in type(function).__mro__}
@@ -65,13 +65,16 @@ def _annotated_input(function: Callable[..., Any]) -> Wanted:
     return "bytes" if name in ("bytes", "memoryview", "Buffer") else "pil"
 
 
-def adapt(transform: Callable[..., Any], *, wants: Wanted | None = None, orient: bool = False) -> Callable[[Buffer], Any]:
-    """Let a foreign callable take encoded bytes.
+def adapt(
+    transform: Callable[..., Any], *, wants: Wanted | None = None, orient: bool = False
+) -> Callable[[Buffer], Any]:
+    r"""Let a foreign callable take encoded bytes.
 
     Args:
         transform: torchvision v1 or v2, albumentations, or any callable of one picture.
-        wants: what it is given: "pil" (an RGB `PIL.Image`), "tensor" (uint8, (3, H, W)), "array" (uint8, (H, W, 3)),
-            "image=" (the array, by keyword; the result is a dict whose "image" is taken), "bytes". None: see `wanted_input`.
+        wants: what it is given: "pil" (an RGB `PIL.Image`), "tensor" (uint8, (3, H, W)), "array" (uint8,
+            (H, W, 3)), "image=" (the array, by keyword; of the dict it gives, "image" is taken), "bytes". None: see
+            `wanted_input`.
         orient: turn the picture as its EXIF orientation says, before.
 
     Returns:
@@ -82,7 +85,7 @@ def adapt(transform: Callable[..., Any], *, wants: Wanted | None = None, orient:
         UsageError: not a callable, or another word for `wants`.
 
     Example:
-        >>> adapt(lambda image: image.size)(b"P5 2 1 255 \\x07\\x09")
+        >>> adapt(lambda image: image.size)(b"P5 2 1 255 \x07\x09")
         (2, 1)
     """
     if not callable(transform):

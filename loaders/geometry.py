@@ -29,11 +29,6 @@ class Crop:
     width: float
     flip: bool = False
 
-    @property
-    def whole_pixels(self) -> bool:
-        """All four numbers are integers."""
-        return not (self.top % 1 or self.left % 1 or self.height % 1 or self.width % 1)
-
 
 class Turn(NamedTuple):
     """How stored rows and columns become upright ones: mirror up-down, mirror left-right, then transpose."""
@@ -98,8 +93,9 @@ def apply_to_mask(mask: npt.NDArray[Any], crop: Crop, size: tuple[int, int]) -> 
 
 
 def _under_centres(start: float, extent: float, size: int, limit: int) -> npt.NDArray[np.int64]:
-    places = np.floor(start + (np.arange(size) + 0.5) * (extent / size)).astype(np.int64)
-    return places.clip(0, limit - 1)
+    places = np.floor(start + (np.arange(size) + 0.5) * (extent / size))
+    pixels: npt.NDArray[np.int64] = places.clip(0, limit - 1).astype(np.int64)
+    return pixels
 
 
 def apply_to_boxes(

@@ -21,11 +21,13 @@ from packer.imaging import probe
 # What Pillow's readers raise on damaged files. Warnings are here for programs that turn them into errors.
 _FAILURES = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, struct.error,
              zlib.error, Warning)
+_PLUG_INS = {"heif": "pillow-heif (pip install pillow-heif, then pillow_heif.register_heif_opener())",
+             "avif": "AVIF (Pillow 11.3 and newer have it)"}
 MODES = ("RGB", "L", "I;16", None)
 
 
 def open_image(data: bytes | bytearray | memoryview, max_pixels: int) -> Image.Image:
-    """Read the header; pixels are decoded when asked for.
+    """Read the header; pixels are decoded when asked for. A TIFF with an orientation comes upright.
 
     Raises:
         BadImageError: no format that Pillow knows, damaged, or more than `max_pixels` pixels.
@@ -34,13 +36,23 @@ def open_image(data: bytes | bytearray | memoryview, max_pixels: int) -> Image.I
         image = Image.open(io.BytesIO(data))
     except UnidentifiedImageError as error:
         info = probe(data)  # says more of what the bytes are, mostly by raising
-        raise BadImageError(f"damaged {info.format}, or a format that needs a plug-in for Pillow") from error
+        plug_in = _PLUG_INS.get(info.format, "its plug-in")
+        raise BadImageError(f"damaged {info.format}, or Pillow lacks {plug_in}") from error
     except Image.DecompressionBombError as error:
         raise BadImageError(f"{error}; a larger limit is PIL.Image.MAX_IMAGE_PIXELS") from error
     except _FAILURES as error:
         raise BadImageError(f"cannot read the header: {error}") from error
     check_pixels(image.height, image.width, max_pixels)
+    if image.format == "TIFF" and exif_orientation(image) != 1:
+        _load(image)  # Pillow turns TIFFs upright by itself; only then is the size that of the pixels
     return image
+
+
+def _load(image: Image.Image) -> None:
+    try:
+        image.load()
+    except _FAILURES as error:
+        raise BadImageError(f"cannot decode: {error}") from error
 
 
 def check_pixels(height: int, width: int, max_pixels: int) -> None:
@@ -72,10 +84,11 @@ def to_array(image: Image.Image, mode: str | None) -> npt.NDArray[Any]:
     """
     if mode not in MODES:
         raise UsageError(f"mode is one of {', '.join(map(repr, MODES))}, not {mode!r}")
+    _load(image)
     try:
         pixels = _convert(image, mode)
     except _FAILURES as error:
-        raise BadImageError(f"cannot decode: {error}") from error
+        raise BadImageError(f"cannot convert {image.mode} to {mode}: {error}") from error
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,32 +39,41 @@ def affine(mean: Sequence[float], std: Sequence[float]) -> Affine:
 class Span(NamedTuple):
     """One axis of a resize: pixels start…stop, enlarged by `factor`, without the first `skip` results.
 
-    `exact` says that all of the result is wanted and ends on whole pixels.
+    Attributes:
+        start: first pixel.
+        stop: pixel behind the last.
+        pad: how often the first pixel is repeated before itself.
+        skip: results to drop.
+        factor: pixels out per pixel in.
+        exact: all of the result is wanted, so its size is given rather than the factor.
     """
 
     start: int
     stop: int
+    pad: int
     skip: int
     factor: float
     exact: bool
 
 
-def span(start: float, extent: float, size: int, limit: int, *, rounded: bool) -> Span:
+_UP = 1 + 1e-9  # the size of a resize by a factor is rounded down: never let it come out one short
+
+
+def span(start: float, extent: float, size: int, limit: int) -> Span:
     """Which of an axis' `limit` pixels to resize so that `extent` of them from `start` on become `size`.
 
-    Whole pixels (or `rounded` to them) are resized alone, as Pillow resizes a crop. A fractional extent is part
-    of a larger resize (as a centre crop after a resize is): its neighbours take part, and the first pixel is
-    one that falls onto the grid of the result, to within 1/100 of a pixel where 64 candidates hold one.
+    Whole pixels are resized alone, as Pillow resizes a crop. A fractional extent is part of a larger resize (as a
+    centre crop after a resize is, or a crop of a picture decoded at half its size): its neighbours take part, and
+    the first pixel is one that falls onto the grid of the result, to within 1/100 of a pixel where 64 candidates
+    hold such a one. It may lie before the edge.
     """
-    if rounded:
-        start, stop = round(start), round(start + extent)
-        start, stop = min(start, limit - 1), min(max(stop, start + 1), limit)
-        return Span(start, stop, 0, size / (stop - start), exact=True)
+    if start % 1 == 0 and extent % 1 == 0:
+        return Span(int(start), int(start + extent), 0, 0, size / extent * _UP, exact=True)
     step = extent / size  # pixels in per pixel out
     reach = max(1.0, step)  # half the triangle filter's width
     latest = max(0, math.floor(start - reach))
     first, miss = latest, 1.0
-    for candidate in range(latest, max(-1, latest - 64), -1):
+    for candidate in range(latest, latest - 64, -1):
         offset = (start - candidate) / step
         distance = abs(offset - round(offset))
         if distance < miss:
@@ -73,17 +82,15 @@ def span(start: float, extent: float, size: int, limit: int, *, rounded: bool) -
                 break
     skip = round((start - first) / step)
     stop = min(limit, math.ceil(start + extent + reach))
-    # The size of a resize by a factor is rounded down: never let it come out one short.
-    factor = max(1 / step, (skip + size) / (stop - first)) * (1 + 1e-9)
-    return Span(first, stop, skip, factor, exact=False)
+    factor = max(1 / step, (skip + size) / (stop - first)) * _UP
+    return Span(max(first, 0), stop, max(-first, 0), skip, factor, exact=False)
 
 
 def spans(crop: Crop, size: tuple[int, int], limits: tuple[int, int], scale: int = 1) -> tuple[Span, Span]:
     """Rows and columns to resize for a crop of a picture that is decoded at 1/scale; limits: its (H, W) then."""
-    rounded = crop.whole_pixels
     return (
-        span(crop.top / scale, crop.height / scale, size[0], limits[0], rounded=rounded),
-        span(crop.left / scale, crop.width / scale, size[1], limits[1], rounded=rounded),
+        span(crop.top / scale, crop.height / scale, size[0], limits[0]),
+        span(crop.left / scale, crop.width / scale, size[1], limits[1]),
     )
 
 
@@ -93,6 +100,8 @@ def resize(pixels: Pixels, rows: Span, columns: Span, size: tuple[int, int]) -> 
     if exact and pixels.shape[:2] == size:
         return pixels
     # Packed rows of interleaved channels take torch's vectorised path; a view of a larger picture does not.
+    if rows.pad or columns.pad:
+        pixels = np.pad(pixels, ((rows.pad, 0), (columns.pad, 0), (0, 0)), mode="edge")
     packed = torch.from_numpy(np.ascontiguousarray(pixels))
     tensor = packed.unsqueeze(0).permute(0, 3, 1, 2)  # in this order the strides say that channels are last
     if exact:

@@ -54,7 +54,9 @@ def has_restart(data: Buffer) -> bool:
         return False
 
 
-def cut(data: Buffer, header: JpegHeader, top: int, left: int, bottom: int, right: int, *, scale: int = 1) -> Piece | None:
+def cut(
+    data: Buffer, header: JpegHeader, top: int, left: int, bottom: int, right: int, *, scale: int = 1
+) -> Piece | None:
     """The smallest JPEG that holds rows top…bottom and columns left…right, pixel for pixel.
 
     Args:

@@ -233,7 +233,7 @@ class EvalCrop(_Cropping):
         """(3, size, size)."""
         return 3, self.size, self.size
 
-    def box(self, height: int, width: int, rng: SampleRng) -> Crop:
+    def box(self, height: int, width: int, rng: SampleRng) -> Crop:  # noqa: ARG002 - as `Transform` has it
         """The centre crop of a picture of this size, as a fractional rectangle; `rng` is not used."""
         short = self.resize if self.resize is not None else round(self.size * 256 / 224)
         if width < height:
@@ -268,7 +268,7 @@ class Resize(_Cropping):
         """(3, height, width)."""
         return 3, self.height, self.width
 
-    def box(self, height: int, width: int, rng: SampleRng) -> Crop:
+    def box(self, height: int, width: int, rng: SampleRng) -> Crop:  # noqa: ARG002 - as `Transform` has it
         """All of the picture; `rng` is not used."""
         return Crop(0, 0, height, width)
 
@@ -288,7 +288,7 @@ class Identity(_Cropping):
         """None: each picture keeps its own size."""
         return
 
-    def box(self, height: int, width: int, rng: SampleRng) -> Crop:
+    def box(self, height: int, width: int, rng: SampleRng) -> Crop:  # noqa: ARG002 - as `Transform` has it
         """All of the picture; `rng` is not used."""
         return Crop(0, 0, height, width)
 

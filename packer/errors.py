@@ -115,6 +115,10 @@ class CollateError(PackerError):
     """Samples that cannot become one batch: other ranks, dtypes, keys or lengths."""
 
 
+class BudgetError(PackerError):
+    """A dataset does not fit where it was to be preloaded."""
+
+
 class StateError(PackerError):
     """A saved loader state does not fit: another seed, dataset, order or, with buckets, batch size."""
 

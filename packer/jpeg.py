@@ -7,7 +7,7 @@ block is a TIFF structure (CIPA DC-008).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from packer.errors import BadImageError
@@ -154,6 +154,19 @@ def _mcu(factors: Iterable[int]) -> tuple[int, int]:
     if not (across and down):
         raise BadImageError("damaged JPEG: no sampling factors")
     return 8 * down, 8 * across
+
+
+def segments(data: Buffer, header: JpegHeader) -> Iterator[tuple[int, int, int]]:
+    """(marker code, offset of the marker, bytes with it) of each segment before the scan's header."""
+    at = 2
+    while at < header.scan_at:
+        _, marker, length = _SEGMENT.unpack_from(data, at)
+        if marker == 0xDA:
+            return
+        size = 1 if marker == 0xFF else 2 if marker in _STANDALONE else 2 + length
+        if size > 2:
+            yield marker, at, size
+        at += size
 
 
 def orientation(data: Buffer, header: JpegHeader) -> int:
