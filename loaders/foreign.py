@@ -17,23 +17,29 @@ from packer.errors import UsageError
 Wanted = Literal["pil", "tensor", "image=", "array", "bytes"]
 
 
+# Steps of torchvision's pipelines. v2 would pass a tensor through the first two unscaled.
+_FROM_PIL = frozenset(("ToTensor", "PILToTensor"))
+_ON_TENSORS = frozenset(("Normalize", "ConvertImageDtype", "RandomErasing", "LinearTransformation", "ToPILImage"))
+
+
 def wanted_input(transform: Callable[..., Any]) -> Wanted:
     """What a callable wants to be given.
 
-    The first rule that fits: albumentations → "image="; torchvision v2 without a step that converts from PIL →
-    "tensor"; other torchvision → "pil"; other `torch.nn.Module` → "tensor"; a parameter that must be given as
-    `image` → "image="; the annotation of the first parameter; "pil", as torchvision's `ImageFolder` hands out.
+    The first rule that fits: albumentations → "image="; torchvision with a step that converts from PIL → "pil";
+    torchvision v2, or v1 with a step that only tensors can take → "tensor"; other torchvision → "pil"; other
+    `torch.nn.Module` → "tensor"; a parameter that must be given as `image` → "image="; the annotation of the first
+    parameter; "pil", as torchvision's `ImageFolder` hands out.
     """
     function = transform.func if isinstance(transform, functools.partial) else transform
     packages = {cls.__module__.partition(".")[0] for cls in type(function).__mro__}
     if "albumentations" in packages:
         return "image="
-    steps = list(_steps(function))
-    modules = [type(step).__module__ for step in steps]
-    if any(module.startswith("torchvision.transforms") for module in modules):
-        v1 = any(m.startswith("torchvision.transforms") and ".v2" not in m for m in modules)
-        converts = any(type(step).__name__ in ("ToTensor", "PILToTensor") for step in steps)
-        return "pil" if v1 or converts or not all(".v2" in m for m in modules) else "tensor"
+    module = type(function).__module__
+    if module.startswith("torchvision.transforms"):
+        steps = {type(step).__name__ for step in _steps(function)}
+        if steps & _FROM_PIL:
+            return "pil"
+        return "tensor" if ".v2" in module or steps & _ON_TENSORS else "pil"
     if isinstance(function, torch.nn.Module):
         return "tensor"
     return _annotated_input(function)

@@ -78,15 +78,13 @@ def seekable_or_reason(data: bytes | memoryview) -> tuple[bytes | None, str]:
         return None, "seekable already"
     for interval in _intervals(header):
         if interval == header.restart_interval:
-            break
+            return None, "seekable already"
         transcoded, reason = _transcode(data, header, interval)
         if transcoded is None:
             return None, reason
         if len(transcoded) <= (1 + MAX_GROWTH) * len(data):
             return (transcoded, "") if _same_pixels(data, transcoded) else (None, "would not decode to equal pixels")
-    else:
-        return None, f"would grow by more than {MAX_GROWTH:.0%}"
-    return None, "seekable already"
+    return None, f"would grow by more than {MAX_GROWTH:.0%}"
 
 
 def _suitable(data: bytes | memoryview) -> tuple[jpeg.JpegHeader | None, str]:
