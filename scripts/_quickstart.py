@@ -196,6 +196,7 @@ def next_steps(out: Path) -> None:
         f"source {shlex.quote(shown(ROOT / '.venv' / 'bin' / 'activate'))}": "",
         f"packer info {where}": "what is in it",
         f"packer verify {where}": "every byte checked",
+        f"packer view {where}": "a page of its pictures",
         "packer --help": "everything else",
     }
     width = max(map(len, commands))

@@ -20,7 +20,8 @@ def contexts(
     command: click.Command, name: str, parent: click.Context | None = None
 ) -> Iterator[click.Context]:
     """The command and all that are below it, in the order of --help."""
-    context = click.Context(command, info_name=name, parent=parent, terminal_width=WIDTH)
+    settings = {**command.context_settings, "terminal_width": WIDTH}
+    context = click.Context(command, info_name=name, parent=parent, **settings)
     yield context
     if isinstance(command, click.Group):
         for below in command.list_commands(context):
