@@ -133,7 +133,7 @@ class Labels:
         """
         name = self._row_of(path)
         if name is None:
-            raise SourceError(f"no row in {self.path}")
+            raise SourceError(f"no row in {os.path.basename(self.path)}")
         if self._pictures[name] > 1:
             raise SourceError(f"{self._pictures[name]} pictures share the row {printable(name)!r}; name them by path")
         label = self._text[name]
