@@ -23,7 +23,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from tokenize import TokenError
-from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ _MAX_HEADER = 1 << 20  # numpy's own 10,000 characters hold some 100 fields
 
 # Besides its own ValueError, numpy lets through what a damaged header makes Python's parser raise.
 _NUMPY_RAISES = (OSError, ValueError, EOFError, TypeError, LookupError, AttributeError, SyntaxError, RecursionError,
-                 OverflowError, MemoryError, BadZipFile, TokenError)  # fmt: skip
+                 OverflowError, MemoryError, TokenError)  # fmt: skip
 
 
 def row_dtype(fields: Sequence[str], extra: Sequence[str] = ()) -> np.dtype[np.void]:
@@ -88,15 +87,17 @@ def load_rows(path: str, samples: int, fields: Sequence[str]) -> Rows:
 
 
 def _open_array(path: str, *, mapped: bool) -> Rows:
+    rows: Rows
     try:
-        if not os.path.isfile(path):
+        if not os.path.isfile(path):  # a pipe would block
             raise ManifestError(f"{path} is missing; run 'packer index' on the folder to rebuild it")
-        rows = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False, max_header_size=_MAX_HEADER)
+        if mapped:
+            rows = np.lib.format.open_memmap(path, mode="r", max_header_size=_MAX_HEADER)
+        else:
+            with open(path, "rb") as f:
+                rows = np.lib.format.read_array(f, allow_pickle=False, max_header_size=_MAX_HEADER)
     except _NUMPY_RAISES as error:
         raise ManifestError(f"{path} is not a readable index ({error}); run 'packer index' to rebuild it") from error
-    if not isinstance(rows, np.ndarray):
-        rows.close()
-        raise ManifestError(f"{path} is not an index but an archive of arrays; run 'packer index' to rebuild it")
     return rows
 
 
@@ -144,6 +145,8 @@ class Names:
             ManifestError: the file is missing, truncated, or for another dataset.
         """
         try:
+            if not os.path.isfile(path):  # a pipe would block
+                raise FileNotFoundError("no such file")
             raw = np.memmap(path, np.uint8, "r")
         except (OSError, ValueError) as error:
             raise ManifestError(f"cannot read {path} ({error}); run 'packer index' to rebuild it") from error

@@ -168,7 +168,7 @@ class Manifest:
                 splits[name] = Split(name, shards)
                 if splits[name].samples != entry["samples"]:
                     raise ManifestError(
-                        f"{path}: split {name!r} says {entry['samples']} samples, "
+                        f"{path}: split {name!r} says {entry['samples']!r} samples, "
                         f"its shards add up to {splits[name].samples}"
                     )
             classes = value.get("classes")

@@ -62,7 +62,7 @@ class Problem:
             where.append(f"field '{printable(self.field)}'")
         if self.offset is not None:
             where.append(f"offset {self.offset}")
-        return f"{', '.join(where)}: {self.what}"
+        return f"{', '.join(where)}: {printable(self.what)}"
 
 
 @dataclass(frozen=True, eq=False)
