@@ -53,6 +53,9 @@ class Packed(Mapping[str, "PackedSplit"]):
                 f"{self.folder} has no split {name!r}; it has: {', '.join(self._splits) or 'none'}"
             ) from None
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._splits
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._splits)
 
