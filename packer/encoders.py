@@ -17,6 +17,8 @@ from packer.sample import is_image_field
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from packer.shard import Encoder
+
 _KEPT = "kept as they were: "
 
 #: Words in a field's name that say its pixels are numbers of something: a mean of two would be a third.
@@ -178,3 +180,29 @@ def _is_lossless_webp(data: memoryview) -> bool:
             return bool(kind == b"VP8L")
         at += 8 + size + size % 2
     return False
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Several encoders, each changing what the one before it left; see `packer.shard.Encoder`."""
+
+    encoders: tuple[Encoder, ...]
+
+    def fingerprint(self) -> str:
+        """Those of all, in order."""
+        return "; then ".join(encoder.fingerprint() for encoder in self.encoders)
+
+    def check_available(self) -> None:
+        """Raise if any lacks a program or package."""
+        for encoder in self.encoders:
+            encoder.check_available()
+
+    def encode(self, field: str, data: memoryview) -> tuple[bytes | None, str]:
+        """See `packer.shard.Encoder.encode`."""
+        made: bytes | None = None
+        said: list[str] = []
+        for encoder in self.encoders:
+            new, what = encoder.encode(field, data if made is None else memoryview(made))
+            made = made if new is None else new
+            said += [what] if what else []
+        return made, "; then ".join(said)
