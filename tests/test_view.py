@@ -24,9 +24,9 @@ from packer.verify import verify
 from packer.view import MAX_CLASSES, MAX_PICTURES, WITHOUT_CLASSES, view
 
 TAGS = {
-    "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "section", "h1", "h2", "h3", "p", "dl",
-    "dt", "dd", "div", "span", "i", "img", "figure", "figcaption", "table", "thead", "tbody", "tr", "th", "td", "details",
-    "summary",
+    "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "section", "h1", "h2", "h3", "p",
+    "dl", "dt", "dd", "div", "span", "i", "img", "figure", "figcaption", "table", "thead", "tbody", "tr", "th", "td",
+    "details", "summary",
 }  # fmt: skip
 ATTRIBUTES = {
     "lang", "charset", "name", "content", "http-equiv", "class", "src", "width", "height", "loading", "decoding", "alt",
@@ -143,7 +143,8 @@ def test_the_page_lies_in_the_dataset_and_harms_nothing(out: Path, run_packer: C
 
 EVIL = [
     "<script>alert(1)<", "\"><img src=x onerror=alert(1)>", "'onmouseover='alert(1)", "&lt;b&gt;", "</h3><style>*{}",
-    "a&b;", "$title ${key} $$", "--><!--", "]]>", "javascript:alert(1)", "\u202egnp.exe", "日本語", "{{7*7}}", "%3Cscript%3E",
+    "a&b;", "$title ${key} $$", "--><!--", "]]>", "javascript:alert(1)", "\u202egnp.exe", "日本語", "{{7*7}}",
+    "%3Cscript%3E",
 ]  # fmt: skip
 
 
