@@ -77,8 +77,10 @@ class Strings:
         return [blob[a - start : b - start] for a, b in pairwise(ends)]
 
     def take(self, order: Int64s) -> Strings:
-        """The strings at these positions, in this order, as a new column."""
+        """The strings at these positions (0 ≤ position < len), in this order, as a new column."""
         order = np.asarray(order, np.int64)
+        if len(order) and int(order.min()) < 0:  # numpy would count from the end, of `ends`, which is one longer
+            raise IndexError(int(order.min()))
         starts = self.ends[order]
         lengths = self.ends[order + 1] - starts
         ends = np.zeros(len(order) + 1, np.int64)

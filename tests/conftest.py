@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import settings
 from PIL import Image
+
+# A time limit per example would test the machine, and how busy it is.
+settings.register_profile("packer", deadline=None)
+settings.load_profile("packer")
 
 
 @pytest.fixture
