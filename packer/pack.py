@@ -334,9 +334,7 @@ def _write_shards(
         if (found := Finished.load(out, state, name, planned=shard.stop - shard.start, skip=skip)) is not None:
             finished[name] = found
     resumed = frozenset(finished)
-    for entry in os.scandir(out):
-        if entry.name.endswith(PARTIAL):
-            os.unlink(entry.path)
+    _remove_partial(out)
     if prepared.options.encoder is not None:
         prepared.options.encoder.check_available()
     todo = [(name, shard) for name, shard in shards.items() if name not in finished]
@@ -344,9 +342,19 @@ def _write_shards(
     progress.start_packing(sum(shard.stop - shard.start for _, shard in todo), sum(payload[name] for name, _ in todo))
     engine = local_engine(prepared.options.workers, len(todo))
     tasks = (_task(prepared, out, state, name, shard) for name, shard in todo)
-    for result in engine.run(write_shard, tasks, progress.packed):
-        finished[result.name] = result
+    try:
+        for result in engine.run(write_shard, tasks, progress.packed):
+            finished[result.name] = result
+    except BaseException:
+        _remove_partial(out)  # of workers that were killed
+        raise
     return {name: finished[name] for name in shards}, resumed
+
+
+def _remove_partial(out: str) -> None:
+    for entry in os.scandir(out):
+        if entry.name.endswith(PARTIAL):
+            os.unlink(entry.path)
 
 
 def _task(prepared: Prepared, out: str, state: str, name: str, shard: PlannedShard) -> ShardTask:
