@@ -18,6 +18,7 @@ from packer.errors import UsageError
 
 if TYPE_CHECKING:
     from packer.pack import PackResult, Prepared
+    from packer.shard import Encoder
     from packer.sources.base import Source
     from packer.withdraw import Withdrawn
 
@@ -235,7 +236,7 @@ def _pack_options(options: dict[str, Any]) -> Any:
     get_format(options["format_name"])
     resize = [Resize(options["resize"], options["jpeg_quality"])] if options["resize"] else []
     seekable = [SeekableJpeg()] if options["seekable_jpeg"] else []
-    encoders = (*resize, *seekable)
+    encoders: tuple[Encoder, ...] = (*resize, *seekable)
     return PackOptions(
         format=options["format_name"],
         plan=PlanOptions(
