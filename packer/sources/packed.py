@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from packer.index import Names, Rows
 from packer.packed import Packed, PackedSplit
 from packer.sample import printable
 from packer.sources.base import Scan, ScanProgress
-from packer.strings import Int64s, Strings
+from packer.strings import Int64s, Strings, repeated
 
 _PLACE = np.dtype([("dataset", "<i4"), ("split", "<i4"), ("shard", "<i4"), ("crc32c", "<u4"), ("offset", "<i8")])
 _UNPACK = struct.Struct("<iiiIq").unpack
@@ -75,11 +76,8 @@ class PackedSource:
 def _made(dataset: Packed) -> bool:
     """Whether packing made the labels (they have no original file)."""
     at = dataset.manifest.fields.index("cls")
-    return all(
-        len(split.names.paths[at].blob) == 0 and len(split.names.paths[0].blob) > 0
-        for split in dataset.values()
-        if len(split)
-    )
+    known = [[len(column.blob) > 0 for column in split.names.paths] for split in dataset.values() if len(split)]
+    return all(any(columns) and not columns[at] for columns in known)
 
 
 def _join_classes(
@@ -109,7 +107,7 @@ def _scan_split(packed: PackedSplit, fields: Sequence[str], dataset: int, split:
     sample, offset, size, field, place = (
         np.concatenate(column) for column in zip(*[p[:5] for p in pieces], strict=True)
     )
-    paths = Strings.of([path for p in pieces for path in p[5]])
+    paths = Strings.concatenate([p[5] for p in pieces])
     order = np.lexsort((offset, sample))
     first = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(np.bincount(sample, minlength=len(rows)), out=first[1:])
@@ -134,7 +132,7 @@ def _scan_split(packed: PackedSplit, fields: Sequence[str], dataset: int, split:
 
 def _field_entries(
     rows: Rows, names: Names, stored: Sequence[str], name: str, number: int, dataset: int, split: int
-) -> tuple[Int64s, Int64s, Int64s, Int64s, Rows, list[bytes]]:
+) -> tuple[Int64s, Int64s, Int64s, Int64s, Rows, Strings]:
     present = np.flatnonzero(rows[f"{name}:length"] >= 0)
     place = np.zeros(len(present), _PLACE)
     place["dataset"], place["split"], place["shard"] = dataset, split, rows["shard"][present]
@@ -146,7 +144,7 @@ def _field_entries(
         rows[f"{name}:length"][present],
         np.full(len(present), number, np.int64),
         place,
-        list(paths),
+        paths,
     )
 
 
@@ -180,12 +178,8 @@ def _concatenate(
 
 
 def _refuse_equal_keys(keys: Strings) -> None:
-    seen: set[bytes] = set()
-    equal: list[bytes] = []
-    for key in keys:
-        if key in seen:
-            equal.append(key)
-        seen.add(key)
+    counts = Counter(keys[i] for i in repeated(keys).tolist())
+    equal = [key for key, count in counts.items() if count > 1]
     if equal:
         raise SourceError(
             f"{len(equal)} key(s) are in more than one of the datasets, for example "
