@@ -15,6 +15,7 @@ through Pillow, whose result is the reference. What a picture becomes:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,7 +114,7 @@ class Picture:
 
     def _opened(self) -> Image.Image:
         if self._image is None:
-            self._image = pillow_decode.open_image(self._data, MAX_PIXELS)
+            self._image = pillow_decode.open_image(self._data, self.height * self.width)
         return self._image
 
     def _decode_jpeg(self, mode: str | None) -> Pixels | None:
@@ -122,7 +123,8 @@ class Picture:
         if mode not in ("RGB", "L", None):
             return None
         try:
-            pixels: Pixels = simplejpeg.decode_jpeg(self._data, "GRAY" if grey else "RGB")
+            into = _odd_empty(self.height * self.width * (1 if grey else 3))
+            pixels: Pixels = simplejpeg.decode_jpeg(self._data, "GRAY" if grey else "RGB", buffer=into)
         except ValueError:
             return None
         return pixels
@@ -170,11 +172,44 @@ def _dct_scale(header: jpeg.JpegHeader, crop: Crop, size: tuple[int, int]) -> in
     return 1 if room < 2 else 2 if room < 4 else 4 if room < 8 else 8
 
 
+def _odd_empty(size: int) -> Pixels:
+    """Bytes for decoded pixels, (size,) uint8 and not initialised, at an odd address.
+
+    libjpeg-turbo writes rows that begin at a multiple of 32 bytes past the cache, which whoever reads them next pays
+    for: 46 µs against 36 for a picture of 64×64, 470 against 440 for a crop of 300×250.
+    """
+    return np.empty(size + 1, np.uint8)[1:]  # numpy's memory begins at a multiple of 16
+
+
+class _Scratch(threading.local):
+    """Each thread's memory for pixels that are used up before the next picture; it stays in the cache."""
+
+    LARGEST = 16 << 20  # bytes that a thread may keep: 5 megapixels
+
+    def __init__(self) -> None:
+        self._bytes = _odd_empty(0)
+
+    def of(self, size: int) -> Pixels:
+        if size > self.LARGEST:
+            return _odd_empty(size)
+        if size > len(self._bytes):
+            self._bytes = _odd_empty(size)
+        return self._bytes
+
+
+_scratch = _Scratch()
+
+
 def _decode_scaled(data: jpeg.Buffer, height: int, width: int, scale: int, *, strict: bool) -> Pixels | None:
-    """RGB at 1/scale of a JPEG of this size, (⌈H/scale⌉, ⌈W/scale⌉, 3); None where simplejpeg refuses."""
-    least = (-(-height // scale), -(-width // scale)) if scale > 1 else (0, 0)
+    """RGB at 1/scale of a JPEG of this size, (⌈H/scale⌉, ⌈W/scale⌉, 3); None where simplejpeg refuses.
+
+    The pixels are valid until the thread decodes the next picture.
+    """
+    rows, columns = -(-height // scale), -(-width // scale)
+    least = (rows, columns) if scale > 1 else (0, 0)
+    into = _scratch.of(rows * columns * 3)
     try:
-        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", False, False, *least, scale, None, strict)
+        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", False, False, *least, scale, into, strict)
     except ValueError:
         return None
     return pixels
@@ -251,7 +286,9 @@ def decode_crop_into(
 
 
 def decode_many_into(datas: Sequence[Buffer], out: torch.Tensor, *, normalize: Affine | None = None) -> None:
-    """Decode pictures of one size, uncropped: the fast path for small ones (64×64: 8 µs above the decoder's 30).
+    """Decode pictures of one size, uncropped: the fast path for small ones.
+
+    Pictures of 64×64 take 9 µs (uint8) or 15 µs (float32, normalised) above the 31 of the decoder alone.
 
     Args:
         datas: B encoded images, each exactly h×w as stored.
@@ -263,7 +300,7 @@ def decode_many_into(datas: Sequence[Buffer], out: torch.Tensor, *, normalize: A
     """
     height, width = out.shape[2:]
     group = max(1, min(len(datas), _GROUP_PIXELS // max(1, height * width)))
-    interleaved = np.empty((group, height, width, 3), np.uint8)
+    interleaved = _odd_empty(group * height * width * 3).reshape(group, height, width, 3)
     planes = torch.empty((group, 3, height, width), dtype=torch.uint8)
     for start in range(0, len(datas), group):
         part = out[start : start + group]

@@ -9,6 +9,7 @@ import tarfile
 import tracemalloc
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
@@ -502,3 +503,22 @@ def test_a_broken_picture_among_many_is_named() -> None:
     datas = [*small_pictures()[:2], small_pictures()[0][:300]]
     with pytest.raises(BadImageError, match="picture 2 of the batch"):
         decode_many_into(datas, torch.empty(3, 3, 16, 24, dtype=torch.uint8))
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    datas = [encode(photo(i % len(PHOTOS)), restart_marker_blocks=i % 3) for i in range(24)]
+
+    def crop(i: int) -> torch.Tensor:
+        return TrainCrop(48)(datas[i % len(datas)], sample_rng(0, 0, i))
+
+    expected = [crop(i) for i in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(map(torch.equal, pool.map(crop, range(200)), expected))
+
+
+def test_a_decoded_image_is_the_caller_s_own() -> None:
+    first, second = decode_image(encode(photo(0))), decode_image(encode(photo(0).convert("L")))
+    before = first.copy()
+    TrainCrop(8)(encode(photo(1)), sample_rng(0, 0, 0))
+    second[:] = 0
+    assert np.array_equal(first, before)
