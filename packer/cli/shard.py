@@ -154,7 +154,7 @@ def command(**options: Any) -> None:
         keys=read_keys(options["keys_file"]) if options["keys_file"] else None,
         drop=dropped,
     )
-    with PackBars(quiet=options["quiet"]) as bars, _interruptible(options["out"]):
+    with _interruptible(options["out"]), PackBars(quiet=options["quiet"]) as bars:
         prepared = prepare(source, pack_options, choose=choose, progress=bars.scanning)
         bars.close()
         if options["dry_run"]:
