@@ -169,22 +169,27 @@ def _webp(data: Buffer) -> ImageInfo:
     return ImageInfo("webp", height, width)
 
 
+_ITEM_DATA = re.compile(rb"idat")
 _SPATIAL_EXTENTS = re.compile(rb"ispe\x00\x00\x00\x00(.{8})", re.DOTALL)
 
 
 def _isobmff(data: Buffer) -> ImageInfo:
     at = 0
+    boxes: set[bytes] = set()
     for _ in _parts():
         if at == len(data):
             break
-        (size,) = struct.unpack_from(">I", data, at)
+        size, kind = struct.unpack_from(">I4s", data, at)
         if size == 1:
             (size,) = struct.unpack_from(">Q", data, at + 8)
-        if size == 0:
-            break
+        if size == 0:  # up to the end of the file
+            size = len(data) - at
         if size < 8 or at + size > len(data):
             raise BadImageError("truncated: the last box is longer than the file")
         at += size
+        boxes.add(kind)
+    if not boxes & {b"meta", b"moov"} or (b"mdat" not in boxes and _ITEM_DATA.search(data) is None):
+        raise BadImageError("truncated: the boxes that hold the picture are missing")
     # The item properties hold an 'ispe' box per image item; the largest is the picture.
     sizes = (struct.unpack(">II", found[1]) for found in _SPATIAL_EXTENTS.finditer(data))
     width, height = max(sizes, key=lambda size: size[0] * size[1], default=(-1, -1))
@@ -224,7 +229,7 @@ _TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_BITS, _TIFF_COMPRESSION, _TIFF_ORIENTATION, _TI
     277,
 )
 _TIFF_PLACES = ((273, 279), (324, 325))  # offsets and byte counts, of strips or of tiles
-_TIFF_TAGS = {256, 257, 258, 259, 274, 277, *sum(_TIFF_PLACES, ())}
+_TIFF_TAGS = {256, 257, 258, 259, 274, 277, 320, *sum(_TIFF_PLACES, ())}  # 320: the colours of a palette
 _TIFF_KINDS = {3: ("H", 2), 4: ("I", 4)}
 
 
@@ -234,6 +239,7 @@ def _tiff(data: Buffer) -> ImageInfo:
     if version != 42:  # BigTIFF
         return ImageInfo("tiff", -1, -1)
     (entries,) = struct.unpack_from(order + "H", data, at)
+    data[at + 1 + 12 * entries]  # the last entry is there
     tags: dict[int, tuple[int, ...]] = {}
     for entry in range(at + 2, at + 2 + 12 * entries, 12):
         tag, kind, count = struct.unpack_from(order + "HHI", data, entry)
