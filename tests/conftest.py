@@ -16,6 +16,12 @@ settings.register_profile("packer", deadline=None)
 settings.load_profile("packer")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "torchvision: wants torchvision in this very process (`scripts/test --interop` sees to it)"
+    )
+
+
 @pytest.fixture
 def image_folder(tmp_path: Path) -> Callable[..., Path]:
     """A factory of ImageFolder trees of small real pictures, each picture different, the same in every run.

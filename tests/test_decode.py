@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import struct
 import tarfile
 import tracemalloc
@@ -86,10 +85,7 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def corpus() -> list[Case]:
     """Every file of the corpus that should be an image or an error, with what is known of it."""
-    path = Path(os.environ.get("PACKER_CASES", ROOT.parent / "shared" / "cases" / "tricky-dev.tar.gz"))
-    if not path.is_file():
-        pytest.skip(f"the tricky corpus is not at {path}; PACKER_CASES can name it")
-    with tarfile.open(path) as tar:
+    with tarfile.open(ROOT / "tests" / "data" / "tricky.tar.gz") as tar:
         return list(_cases(tar))
 
 

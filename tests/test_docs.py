@@ -48,6 +48,7 @@ def test_every_command_explains_itself(path: str) -> None:
     context = COMMANDS[path]
     assert context.command.get_short_help_str(), "no help text"
     _usage, _, rest = context.command.get_help(context).partition("\n")
+    assert "\\b" not in rest, "click's paragraph mark in a raw docstring: it is shown as it stands"
     assert re.search(rf"\b{path} ", rest), f"no example that begins with '{path} '"
 
 

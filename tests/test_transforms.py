@@ -138,6 +138,7 @@ def test_train_crop_has_the_distribution_of_random_resized_crop(height: int, wid
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (100, 1000)])
+@pytest.mark.torchvision
 def test_train_crop_has_the_distribution_of_torchvision(height: int, width: int) -> None:
     v1 = pytest.importorskip("torchvision.transforms", reason="needs torchvision")
     torch.manual_seed(0)
@@ -146,6 +147,7 @@ def test_train_crop_has_the_distribution_of_torchvision(height: int, width: int)
     check_distribution(height, width, theirs)
 
 
+@pytest.mark.torchvision
 def test_eval_crop_gives_the_picture_of_torchvision() -> None:
     v1 = pytest.importorskip("torchvision.transforms", reason="needs torchvision")
     theirs = v1.Compose([v1.Resize(256), v1.CenterCrop(224), v1.PILToTensor()])
@@ -426,6 +428,7 @@ def test_albumentations_are_known_by_their_module(picture: bytes, monkeypatch: p
     assert adapt(Compose())(picture).shape == (3, 5, 96)
 
 
+@pytest.mark.torchvision
 def test_torchvision_v1_gets_pil_and_v2_a_tensor(picture: bytes) -> None:
     v1 = pytest.importorskip("torchvision.transforms", reason="needs torchvision")
     from torchvision.transforms import v2

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @dataset
 @as_json
 def command(*, dataset: str, as_json: bool) -> None:
-    r"""Say what a packed dataset holds.
+    """Say what a packed dataset holds.
 
     Reads dataset.json only, so it answers at once whatever the dataset's size.
 

@@ -31,7 +31,7 @@ _LISTED = 20  # classes; of more, the largest and the smallest are shown
 def command(
     *, dataset: str, split: str | None, sample: int | None, workers: int | None, as_json: bool, quiet: bool
 ) -> None:
-    r"""Count classes, picture sizes and formats; measure channel means and deviations.
+    """Count classes, picture sizes and formats; measure channel means and deviations.
 
     Mean and standard deviation are of the RGB values in [0, 1], over all pixels of all pictures
     as stored, without resizing: what Normalize(mean, std) wants. Every picture is decoded (some

@@ -33,7 +33,7 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    r"""Restore the files of a packed dataset into the folder DST.
+    """Restore the files of a packed dataset into the folder DST.
 
     Every file gets its original name and bytes; checksums are compared on the way. Labels that
     packing made are no files and are left out. DST must be new or empty, and stays so until

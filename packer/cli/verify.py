@@ -18,7 +18,7 @@ from packer.cli.options import as_json, dataset, human_bytes, quiet, workers
 @quiet
 @click.pass_context
 def command(ctx: click.Context, *, dataset: str, deep: bool, workers: int | None, as_json: bool, quiet: bool) -> None:
-    r"""Check every byte of a packed dataset.
+    """Check every byte of a packed dataset.
 
     Reads each shard once and compares it with its checksums, with the index and with its own
     headers. Prints one line per problem, which names shard, sample and offset, and exits 1 if

@@ -40,7 +40,7 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    r"""Write one HTML page that shows the dataset.
+    """Write one HTML page that shows the dataset.
 
     Pictures by class, histograms of classes and sizes, and the table of shards. The page is
     one file that needs no network and runs no script, so it can be mailed or kept beside the data.
