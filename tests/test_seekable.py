@@ -125,8 +125,9 @@ def test_crops_are_the_same_with_and_without_markers(data: st.DataObject) -> Non
     pixels, orientation = noisy(height, width), data.draw(st.integers(1, 8))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    plain = by_pillow(pixels, exif=exif, subsampling=data.draw(st.integers(0, 2)))
-    marked = by_pillow(pixels, exif=exif, subsampling=data.draw(st.just(0)), restart_marker_blocks=1)
+    subsampling = data.draw(st.integers(0, 2))
+    plain = by_pillow(pixels, exif=exif, subsampling=subsampling)
+    marked = by_pillow(pixels, exif=exif, subsampling=subsampling, restart_marker_blocks=1)
     size = data.draw(st.sampled_from([8, 24, 100]))
     for one in (plain, marked):
         upright = decode_image(one, orient=True)
