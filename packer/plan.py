@@ -175,14 +175,15 @@ def _even_ends(weight: Int64s, allowed: Int64s, shards: int) -> Int64s:
 
 
 def _cut_greedily(total: Int64s, allowed: Int64s, room: int, max_samples: int | None) -> list[int]:
+    weights = total[allowed]
     ends: list[int] = []
-    begin = 0
-    while begin < allowed[-1]:
-        fits = int(np.searchsorted(total[allowed], total[begin] + room, "right"))
+    begin = first = 0  # the sample, and the position in `allowed`, where the next shard begins
+    while first < len(allowed):
+        fits = int(np.searchsorted(weights, total[begin] + room, "right"))
         if max_samples is not None:
             fits = min(fits, int(np.searchsorted(allowed, begin + max_samples, "right")))
-        first = int(np.searchsorted(allowed, begin, "right"))
-        begin = int(allowed[max(fits - 1, first)])  # at least one unit, however large
+        first = max(fits, first + 1)  # at least one unit, however large
+        begin = int(allowed[first - 1])
         ends.append(begin)
     return ends
 
@@ -379,12 +380,14 @@ def _exact_split(scan: Scan, edges: npt.NDArray[np.float64], seed: int) -> npt.N
 
 
 def _missing_classes(scan: Scan) -> list[str]:
-    """A warning for each split that has labels, but not of every class that another one has."""
+    """A warning for each split without samples, or with labels but not of every class that another one has."""
     warnings = []
     present = np.unique(scan.label[scan.label >= 0])
     for number, name in enumerate(scan.splits):
         labels = scan.label[scan.split == number]
         missing = np.setdiff1d(present, labels)
+        if len(labels) == 0:
+            warnings.append(f"split {name!r} has no sample")
         if len(missing) and (labels >= 0).any():
             classes = scan.classes or ()
             shown = [printable(classes[i]) if i < len(classes) else str(i) for i in missing[:5].tolist()]
