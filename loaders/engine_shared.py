@@ -61,8 +61,8 @@ class Message:
     gone: tuple[int, ...]
 
 
-def _anonymous_file(nbytes: int) -> int:
-    """A descriptor of memory without a name."""
+def anonymous_file(nbytes: int = 0) -> int:
+    """A descriptor of memory without a name: it is gone when nobody holds it any more."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("loader-batch", os.MFD_CLOEXEC)
     else:  # macOS: a file that is unlinked at once
@@ -76,7 +76,8 @@ def _anonymous_file(nbytes: int) -> int:
     return fd
 
 
-def _map(fd: int, nbytes: int) -> Block:
+def map_file(fd: int, nbytes: int) -> Block:
+    """The file's first bytes as a shared, writable array."""
     block: Block = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
     return block
 
@@ -87,8 +88,8 @@ class _Block:
     def __init__(self, number: int, nbytes: int) -> None:
         self.number = number
         self.nbytes = nbytes
-        self.fd: int | None = _anonymous_file(nbytes)  # until the consumer has it
-        self.memory = _map(self.fd, nbytes)
+        self.fd: int | None = anonymous_file(nbytes)  # until the consumer has it
+        self.memory = map_file(self.fd, nbytes)
         self.start = self.memory.ctypes.data
         self.used = 0
 
@@ -279,7 +280,7 @@ class SharedReader:
         for number, nbytes in message.new:
             fd = reduction.recv_handle(self._connection)
             try:
-                self._blocks[number] = _map(fd, nbytes)
+                self._blocks[number] = map_file(fd, nbytes)
             finally:
                 os.close(fd)
         for number in message.gone:

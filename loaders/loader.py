@@ -15,6 +15,7 @@ from loaders.batches import Batches, Made
 from loaders.dataset import numbers_of, to_affine
 from loaders.device import DeviceRun, Normalizer, map_tensors
 from loaders.engine import Run, choose_engine
+from loaders.memory import MemorySource, budget_bytes, check_open_files
 from loaders.options import LoaderOptions
 from loaders.order import (
     Deal,
@@ -28,8 +29,9 @@ from loaders.order import (
     make_state,
 )
 from loaders.samples import Samples
-from loaders.source import Source
-from packer.errors import SampleError
+from loaders.source import PackedSource, Source
+from loaders.staging import SHM, StagedSource
+from packer.errors import SampleError, UsageError
 
 log = logging.getLogger("loaders")
 
@@ -53,11 +55,12 @@ class Loader:
     """
 
     def __init__(self, source: Source, options: LoaderOptions) -> None:
-        self.source = source
+        self.source = _preloaded(source, options)
         self.options = options
         self.skipped: list[SampleError] = []
-        self._recipe = _recipe(source, options)
-        self._order = _order(source, options)
+        self._recipe = _recipe(self.source, options)
+        self._order = _order(self.source, options)
+        self._opened = source
         self._pin = _pin(options)
         self._engine = choose_engine(options, self._recipe, self._pin)
         self._next = Position(0, 0)
@@ -150,7 +153,7 @@ class Loader:
         self._next, self._progress = position, None
 
     def close(self) -> None:
-        """Stop all workers and close all files. A later `iter()` starts anew."""
+        """Stop all workers and close all files. A later `iter()` starts anew, except where `preload` staged shards."""
         running = self._running()
         if running is not None:
             running.close()
@@ -166,7 +169,7 @@ class Loader:
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_restore, (self.source, self.options, self.state_dict()))
+        return (_restore, (self._opened, self.options, self.state_dict()))
 
     def __repr__(self) -> str:
         return f"Loader({len(self.source)} samples, {len(self)} batches of {self.batch_size}, epoch {self.epoch})"
@@ -253,6 +256,25 @@ def _pin(options: LoaderOptions) -> bool:
         return options.pin_memory
     device = options.on_device
     return torch.cuda.is_available() and (options.device is None or (device is not None and device.type == "cuda"))
+
+
+def _preloaded(source: Source, options: LoaderOptions) -> Source:
+    """The source, or what `preload` makes of it."""
+    if isinstance(source, PackedSource):
+        check_open_files(len(source.split.shards))
+    kind, _, folder = (options.preload or "").partition(":")
+    if kind == "shm":
+        if not isinstance(source, PackedSource):
+            raise UsageError("preload='shm' copies shards; pack the folder first, or use preload='memory'")
+        return StagedSource(source, folder or SHM)
+    if not kind:
+        return source
+    samples = Samples(source, fields=options.fields, transform=options.transform, targets=options.targets)
+    pictures = () if kind == "memory" or samples.picture is None else tuple(samples.picture.split(";"))
+    return MemorySource(
+        source, samples.read_fields, numbers_of(options.subset, source), budget=budget_bytes(options.memory_budget),
+        decode=pictures, orient=bool(getattr(options.transform, "orient", False)),
+    )
 
 
 def _recipe(source: Source, options: LoaderOptions) -> Batches:

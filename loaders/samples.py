@@ -137,6 +137,12 @@ class Samples:
             return None
         return self.same_size or self._crop.output_shape
 
+    @property
+    def read_fields(self) -> tuple[str, ...]:
+        """The source's fields that samples are made of."""
+        names = [name for name in (self.picture, *self.others) if name is not None and name not in ABOUT]
+        return tuple(dict.fromkeys(part for name in names for part in name.split(";")))
+
     # ------------------------------------------------------------ reading
 
     def reads(self, numbers: Numbers) -> Reads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -58,11 +59,16 @@ def flat(batches: Iterable[Any]) -> list[Any]:
     return [_plain(batch) for batch in batches]
 
 
+def _digest(array: np.ndarray) -> str:
+    """Short, so that pytest can print how two lists of batches differ."""
+    return hashlib.sha256(array.tobytes()).hexdigest()[:16]
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.contiguous().view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), _digest(value.contiguous().view(torch.uint8).numpy())
     if isinstance(value, np.ndarray):
-        return str(value.dtype), value.shape, value.tobytes()
+        return str(value.dtype), value.shape, _digest(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
