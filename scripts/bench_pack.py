@@ -190,7 +190,8 @@ def show(kind: str, images: int, result: dict[str, dict[str, object]]) -> None:
         median = float(row["median_s"])  # type: ignore[arg-type]
         spread = f"{images / seconds[-1]:,.0f}–{images / seconds[0]:,.0f}"
         print(
-            f"{name:28}{images / median:>10,.0f}{tar / median:>8.2f}{durable / median:>13.2f}{spread:>16}{row['peak_mb']:>9.0f}"
+            f"{name:28}{images / median:>10,.0f}{tar / median:>8.2f}{durable / median:>13.2f}"
+            f"{spread:>16}{row['peak_mb']:>9.0f}"
         )
     find, scan = float(result["find"]["median_s"]), float(result["packer --dry-run"]["median_s"])  # type: ignore[arg-type]
     print(f"scan and plan: {scan:.3f} s, {scan / find:.1f} × find")
