@@ -126,9 +126,10 @@ class ParallelTrees:
 
     unmatched: list[bytes] = field(default_factory=list)
     outside: list[Folder] = field(default_factory=list)
-    _trees: dict[str, set[bytes]] = field(default_factory=dict)
-    _found: Counter[str] = field(default_factory=Counter)
-    _left: Counter[str] = field(default_factory=Counter)
+    _with_extension: dict[str, set[bytes]] = field(default_factory=dict)
+    _tree_of: dict[bytes, bytes] = field(default_factory=dict)
+    _files: Counter[bytes] = field(default_factory=Counter)
+    _left: Counter[bytes] = field(default_factory=Counter)
 
     @staticmethod
     def of(folders: Iterable[Placed]) -> ParallelTrees:
@@ -137,8 +138,10 @@ class ParallelTrees:
         for path, folder in folders:
             top = path.partition(b"/")[0]
             if top in COMPANION_FOLDERS:
+                trees._tree_of[folder.path] = top
+                trees._files[top] += len(folder.sizes)
                 for name in folder.names:
-                    trees._trees.setdefault(split_extension(name)[1], set()).add(top)
+                    trees._with_extension.setdefault(split_extension(name)[1], set()).add(top)
             elif top not in IMAGE_FOLDERS:
                 trees.outside.append(folder)
         return trees
@@ -162,9 +165,9 @@ class ParallelTrees:
             self._leave(self._by_stem(alone).values())
 
     @property
-    def strangers(self) -> list[str]:
-        """Fields that no picture got, though there are files for them: their names follow another rule."""
-        return sorted(name for name, count in self._left.items() if count == self._found[name])
+    def strangers(self) -> list[bytes]:
+        """Trees out of which no picture got a file: their names follow another rule."""
+        return sorted(top for top, count in self._left.items() if count == self._files[top])
 
     def _by_stem(self, companions: Sequence[tuple[bytes, Folder]]) -> dict[bytes, list[File]]:
         files: dict[bytes, list[File]] = {}
@@ -172,16 +175,15 @@ class ParallelTrees:
             for name, size in zip(folder.names, folder.sizes, strict=True):
                 stem, extension = split_extension(name)
                 # A mask is not the picture; and two trees of .txt files need two fields.
-                plain = extension not in IMAGE_EXTENSIONS and len(self._trees[extension]) == 1
+                plain = extension not in IMAGE_EXTENSIONS and len(self._with_extension[extension]) == 1
                 name_of = field_name(extension if plain else f"{COMPANION_FOLDERS[top]}.{extension}")
                 if extension:
                     files.setdefault(stem, []).append((folder.prefix + name, size, name_of))
-                    self._found[name_of] += 1
                 else:
-                    self.unmatched.append(folder.prefix + name)
+                    self._leave([[(folder.prefix + name, size, "")]])
         return files
 
     def _leave(self, files: Iterable[Sequence[File]]) -> None:
-        for path, _, name_of in (file for group in files for file in group):
+        for path, _, _ in (file for group in files for file in group):
             self.unmatched.append(path)
-            self._left[name_of] += 1
+            self._left[self._tree_of[path.rpartition(b"/")[0]]] += 1

@@ -233,7 +233,7 @@ class _Scanner:
                 self._add_parallel(split, folder, files)
         self.out.skipped += [(path, "no picture of the same name in the image tree") for path in trees.unmatched]
         for name in trees.strangers:
-            self.rule += f"; no file for {name!r} has the name of a picture"
+            self.rule += f"; no file in {printable(name)}/ has the name of a picture"
         return fixed, False
 
     def _add_parallel(self, split: str, folder: Folder, companions: dict[bytes, list[File]]) -> None:

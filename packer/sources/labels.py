@@ -141,7 +141,7 @@ class Labels:
         if number is not None:
             return number
         if not label:
-            raise SourceError(f"its row in {self.path} has no label")
+            raise SourceError(f"its row in {os.path.basename(self.path)} has no label")
         if not _INTEGER.fullmatch(label):
             raise SourceError(f"class {label!r} is not in the list of classes")
         number = int(label)
