@@ -241,16 +241,20 @@ class _Scanner:
         known = list(self.out.fields)
         stems = [split_extension(name)[0] for name in pictures.names]
         several = Counter(stems)
+        shared: dict[bytes, str] = {}
         for key, stem, name, size, number in zip(
             unique_keys(folder.path, pictures.names), stems, *pictures, strict=True
         ):
             files = [(folder.prefix + name, size, known[number]), *sorted(companions.get(stem, ()), key=_field_of)]
             if several[stem] > 1 and len(files) > 1:
-                self.out.problems.append((files[0][0], f"several pictures have the stem of {printable(files[1][0])}"))
+                reason = f"several pictures have the stem of {printable(files[1][0])}"
+                self.out.problems.append((files[0][0], reason))
+                shared.update((path, reason) for path, _, _ in files[1:])
             elif reason := problem_of(files):
                 self.out.problems += [(path, reason) for path, _, _ in files]
             else:
                 self.out.add(key, -1, split, files)
+        self.out.problems += shared.items()
         for stem in stems:
             companions.pop(stem, None)
 
