@@ -4,15 +4,17 @@
     for images, labels in make_loader("out/", batch_size=256, transform=TrainCrop(224)):
         ...
 
-All options: `loaders.make.LoaderMaker`.
+All options: `loaders.make.LoaderMaker`. For shards without an index there is `pipeline`, and for webdataset's own
+stages `IndexedSamples`.
 """
 
 from loaders.loader import Loader
 from loaders.make import LoaderMaker
 from loaders.options import LoaderOptions
 from loaders.source import PackedSource
+from loaders.streams import IndexedSamples, pipeline
 
-__all__ = ["Loader", "make_loader"]
+__all__ = ["IndexedSamples", "Loader", "make_loader", "pipeline"]
 
 
 def _open(folder: str, split: str, options: LoaderOptions) -> PackedSource:
