@@ -42,10 +42,11 @@ class InProcess:
         """See `Engine.run`."""
         for task in tasks:
             yield work(task, report)
+            del task  # large, and the next one is about to be made
 
 
 class LocalProcesses:
-    """Worker processes on this machine, at most `2 × workers` tasks in memory at a time.
+    """Worker processes on this machine, at most one more task than workers in memory at a time.
 
     Args:
         workers: number of processes.
@@ -67,7 +68,7 @@ class LocalProcesses:
         running: set[Future[Result]] = set()
         try:
             while True:
-                for task in itertools.islice(waiting, 2 * self.workers - len(running)):
+                for task in itertools.islice(waiting, self.workers + 1 - len(running)):
                     with _no_interrupt():
                         running.add(pool.submit(_in_worker, work, task))
                 if not running:

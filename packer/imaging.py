@@ -17,11 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packer.errors import BadImageError
-from packer.image_headers import Buffer, ImageInfo, read_structure
-
-#: Twice Pillow's warning limit: where Pillow itself refuses a picture as a decompression bomb.
-MAX_PIXELS = 178_956_970
-
+from packer.image_headers import MAX_PIXELS, Buffer, ImageInfo, read_structure
 
 # The way nearly every encoder begins: JFIF, one or two quantisation tables, the frame header.
 _PLAIN_JPEG = re.compile(
@@ -90,14 +86,14 @@ def probe_all(
         try:
             sizes[i] = look(view)[1:]
         except BadImageError as error:
-            bad[i] = error
+            bad[i] = error.with_traceback(None)  # whose frames would hold on to the views
     sizes[plain] = np.frombuffer(b"".join(found), ">u2").reshape(-1, 2)
     pixels = sizes[:, 0].astype(np.int64) * sizes[:, 1]
     for i in np.flatnonzero((pixels == 0) | (pixels > MAX_PIXELS)).tolist():
         try:
             probe(views[i])
         except BadImageError as error:
-            bad[i] = error
+            bad[i] = error.with_traceback(None)  # whose frames would hold on to the views
     return sizes, bad
 
 

@@ -186,5 +186,5 @@ class NamesToWrite:
 def _names_parts(columns: Sequence[Strings] | Sequence[Taken]) -> Iterator[bytes | memoryview]:
     yield _MAGIC + np.array([len(columns[0]), len(columns)], "<u8").tobytes()
     for column in columns:
-        yield column.ends.astype("<u8").tobytes()
+        yield column.ends.astype("<i8", copy=False).view(np.uint8).data
         yield from column.pieces()

@@ -145,8 +145,9 @@ class Prepared:
     def payload_bytes(self) -> list[int]:
         """Per shard, the bytes to be read for it."""
         total = np.concatenate([[0], np.cumsum(self.scan.sizes)])
-        sizes = np.diff(total[self.scan.first])[self.plan.order]
-        return [int(sizes[shard.start : shard.stop].sum()) for shard in self.plan.shards]
+        first = self.scan.first
+        orders = (self.plan.order[shard.start : shard.stop] for shard in self.plan.shards)
+        return [int((total[first[order + 1]] - total[first[order]]).sum()) for order in orders]
 
     def job(self) -> dict[str, Any]:
         """What this job is, for `packer.job.own`."""
@@ -420,11 +421,15 @@ def _rows(shards: Sequence[Finished], state: str, fields: Sequence[str]) -> Iter
 
 def _names(scan: Scan, order: Int64s, fields: int) -> NamesToWrite:
     """Keys, and per field the original path: empty where the sample lacks it or packing made it."""
-    sample = np.repeat(np.arange(len(scan)), np.diff(scan.first))
     columns = []
     for number in range(fields):
         files = np.flatnonzero(scan.field == number)
-        file_of = np.full(len(scan), -1, np.int64)
-        file_of[sample[files]] = files
-        columns.append(Taken(scan.paths, file_of[order]))
+        if len(files) == 0:
+            columns.append(Taken(scan.paths, np.broadcast_to(np.int64(-1), len(order))))
+        elif len(files) == len(scan.paths) == len(scan):  # file i is sample i
+            columns.append(Taken(scan.paths, order))
+        else:
+            file_of = np.full(len(scan), -1, np.int64)
+            file_of[np.searchsorted(scan.first, files, "right") - 1] = files
+            columns.append(Taken(scan.paths, file_of[order]))
     return NamesToWrite(Taken(scan.keys, order), tuple(columns))

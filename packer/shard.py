@@ -304,7 +304,7 @@ class _Run:
             try:
                 new, what = encoder.encode(scan.fields[number], memoryview(payload))
             except BadImageError as error:
-                self._unfit[files.start + i] = error
+                self._unfit[files.start + i] = BadImageError(str(error))
                 new, what = None, "kept as they were: do not decode" if self.task.check == "none" else ""
             if new is not None:
                 payloads[i] = new

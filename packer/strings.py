@@ -121,10 +121,11 @@ class Taken:
     @property
     def ends(self) -> Int64s:
         """int64 (n + 1,): where each string ends, as in `Strings`."""
-        present = self.order >= 0
-        at = self.order[present]
         ends = np.zeros(len(self.order) + 1, np.int64)
-        ends[1:][present] = self.source.ends[at + 1] - self.source.ends[at]
+        for begin in range(0, len(self.order), _AT_ONCE):
+            some = self.order[begin : begin + _AT_ONCE]
+            lengths = self.source.ends[some + 1] - self.source.ends[some]
+            ends[begin + 1 : begin + 1 + len(some)] = np.where(some >= 0, lengths, 0)
         return np.cumsum(ends, out=ends)
 
     def pieces(self) -> Iterator[memoryview]:

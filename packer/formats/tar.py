@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 BLOCK = 512
 NAME_BYTES = 100
 _PIECE_BYTES = 4 << 20
+_SAMPLES_AT_ONCE = 65536  # bounds the temporary columns of planning
 
 _SIZE, _CHECKSUM = slice(124, 135), slice(148, 154)
 
@@ -67,12 +68,19 @@ class TarFormat:
     def sample_bytes(self, scan: Scan) -> Int64s:
         """int64 (n,): header and padded payload of every member, the label's own included."""
         field_bytes = np.array([len(os.fsencode(name)) for name in scan.fields] or [0], np.int64)
-        sample = np.repeat(np.arange(len(scan)), np.diff(scan.first))
-        names = scan.keys.lengths[sample] + 1 + field_bytes[scan.field]
-        members = BLOCK + _padded(scan.sizes) + _pax_bytes(names)
-        total = np.bincount(sample, weights=members, minlength=len(scan)).astype(np.int64)
-        if scan.made_cls:
-            total += np.where(scan.label >= 0, 2 * BLOCK + _pax_bytes(scan.keys.lengths + len(".cls")), 0)
+        total = np.zeros(len(scan), np.int64)
+        for begin in range(0, len(scan), _SAMPLES_AT_ONCE):
+            end = min(begin + _SAMPLES_AT_ONCE, len(scan))
+            key_bytes = np.diff(scan.keys.ends[begin : end + 1])
+            counts = np.diff(scan.first[begin : end + 1])
+            files = slice(int(scan.first[begin]), int(scan.first[end]))
+            names = np.repeat(key_bytes, counts) + 1 + field_bytes[scan.field[files]]
+            members = BLOCK + _padded(scan.sizes[files]) + _pax_bytes(names)
+            ends = np.concatenate([[0], np.cumsum(members)])[scan.first[begin : end + 1] - files.start]
+            total[begin:end] = np.diff(ends)
+            if scan.made_cls:
+                label_bytes = 2 * BLOCK + _pax_bytes(key_bytes + len(".cls"))
+                total[begin:end] += np.where(scan.label[begin:end] >= 0, label_bytes, 0)
         return total
 
     def writer(self, path: str) -> TarWriter:

@@ -234,4 +234,4 @@ class ScanBuilder:
 
 
 def _column(values: array[int], dtype: type[Number]) -> npt.NDArray[Number]:
-    return np.array(values, dtype) if values else np.zeros(0, dtype)
+    return np.frombuffer(values, dtype) if values else np.zeros(0, dtype)  # an empty buffer is refused
