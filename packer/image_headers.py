@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from packer.errors import BadImageError
 
 Buffer = bytes | bytearray | memoryview
 
+#: Twice Pillow's warning limit: where Pillow itself refuses a picture as a decompression bomb.
+MAX_PIXELS = 178_956_970
 _MOST_PARTS = 100_000  # segments, chunks, blocks or boxes of one file; more is an attack on time
 _NETPBM_HEADER = 4096  # bytes of a netpbm header, comments included
 
@@ -107,16 +110,37 @@ def _png(data: Buffer) -> ImageInfo:
     if bytes(data[12:16]) != b"IHDR":
         raise BadImageError("damaged PNG: the first chunk is not IHDR")
     width, height = struct.unpack_from(">II", data, 16)
-    if bytes(data[-8:-4]) != b"IEND":
-        at = 8
-        for _ in _parts():
-            if at + 8 > len(data):
-                raise BadImageError("truncated PNG: no IEND chunk")
-            (length,) = struct.unpack_from(">I", data, at)
-            if bytes(data[at + 4 : at + 8]) == b"IEND":
-                break
-            at += 12 + length
+    if bytes(data[-8:-4]) == b"IEND":
+        return ImageInfo("png", height, width)
+    at = 8
+    pixels: list[tuple[int, int]] = []  # where the compressed pixels lie
+    for _ in _parts():
+        if at == len(data) and _inflates(data, pixels, width, height):
+            break  # every decoder does without the last chunk
+        if at + 8 > len(data):
+            raise BadImageError("truncated PNG: no IEND chunk")
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IEND":
+            break
+        if kind == b"IDAT":
+            pixels.append((at + 8, at + 8 + length))
+        at += 12 + length
     return ImageInfo("png", height, width)
+
+
+def _inflates(data: Buffer, pieces: list[tuple[int, int]], width: int, height: int) -> bool:
+    """Whether a PNG's compressed pixels are complete: the end of the stream comes within what they can be at most."""
+    left = min(width * height, MAX_PIXELS) * 8 + height * 8 + 64
+    inflater = zlib.decompressobj()
+    try:
+        for start, stop in pieces:
+            piece: Buffer = data[start:stop]
+            while len(piece) and left > 0 and not inflater.eof:
+                left -= len(inflater.decompress(piece, 1 << 18))
+                piece = inflater.unconsumed_tail
+    except zlib.error:
+        return False
+    return inflater.eof
 
 
 def _gif(data: Buffer) -> ImageInfo:

@@ -6,6 +6,7 @@ import doctest
 import io
 import struct
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from functools import cache
 
@@ -43,7 +44,7 @@ if features.check("avif"):
     MODES["AVIF"] = ("RGB", "RGBA")
 NAMES = {format_: {"PPM": "netpbm"}.get(format_, format_.lower()) for format_ in MODES}
 # How many of its last bytes a file can lack and still hold all of its pixels.
-SPARE = {"PNG": 4, "BMP": 3, "TIFF": 4}
+SPARE = {"PNG": 12, "BMP": 3, "TIFF": 4}
 
 
 def encode(format_: str, mode: str, size: tuple[int, int], **options: object) -> bytes:
@@ -198,6 +199,18 @@ def test_netpbm_headers(header: bytes, samples: bytes) -> None:
         assert probe(header + samples) == ImageInfo("netpbm", image.height, image.width)
     with pytest.raises(BadImageError, match="truncated"):
         probe(header + samples[: len(samples) // 3])
+
+
+@pytest.mark.parametrize("mode", MODES["PNG"])
+def test_a_png_without_its_last_chunk_is_whole_if_its_pixels_are(mode: str) -> None:
+    encoded = encode("PNG", mode, (24, 17))
+    assert probe(encoded[:-12]) == decode_check(encoded[:-12]) == ImageInfo("png", 17, 24)
+    # Two chunks of pixels, cut between them: every chunk that is there is whole, the picture is not.
+    start = encoded.index(b"IDAT")
+    (length,) = struct.unpack_from(">I", encoded, start - 4)
+    half = b"IDAT" + encoded[start + 4 : start + 4 + length // 2]
+    cut = encoded[: start - 4] + struct.pack(">I", length // 2) + half + struct.pack(">I", zlib.crc32(half))
+    assert look(cut) is None
 
 
 # ---------------------------------------------------------------- many at once
@@ -390,11 +403,20 @@ def test_a_tiff_that_names_one_side_has_no_known_size(tags: list[tuple[int, int,
 
 
 SIZE = 4 << 20
+ENDLESS = zlib.compress(bytes(SIZE * 16))[:-9]
 ATTACKS: dict[str, Callable[[], bytes]] = {
     "fill bytes": lambda: b"\xff\xd8" + b"\xff" * SIZE,
     "standalone markers": lambda: b"\xff\xd8" + b"\xff\xd0" * (SIZE // 2),
     "short segments": lambda: b"\xff\xd8" + b"\xff\xe0\x00\x02" * (SIZE // 4),
     "empty chunks": lambda: b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(13) + bytes(SIZE),
+    "endless pixels": lambda: (
+        b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+        + b"\0\0\xff\xff" * 2
+        + bytes(9)
+        + struct.pack(">I4s", len(ENDLESS), b"IDAT")
+        + ENDLESS
+        + bytes(4)
+    ),
     "padding in a GIF": lambda: b"GIF89a" + bytes(SIZE),
     "empty extensions": lambda: b"GIF89a" + bytes(7) + b"!\xff\0" * (SIZE // 3),
     "spaces": lambda: b"P6 " + b" " * SIZE,
