@@ -126,7 +126,7 @@ def numbers_of(subset: str | npt.ArrayLike | Sequence[str] | None, source: Sourc
     if given.dtype.kind != "U":
         return resolve_subset(given if given.size else given.astype(np.int64), len(source))
     keys: list[str] = given.tolist()
-    number = {key: i for i, key in enumerate(source.keys())}
+    number = {key: i for i, key in enumerate(source.all_keys())}
     if missing := [key for key in keys if key not in number]:
         shown = ", ".join(map(repr, missing[:5]))
         raise UsageError(f"{len(missing)} keys of the subset are not in the dataset: {shown}")

@@ -127,7 +127,7 @@ class FolderSplit:
         """The key that packing would give the sample."""
         return self._scan.keys[number].decode("utf-8", "surrogateescape")
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         """All keys, by number."""
         return [key.decode("utf-8", "surrogateescape") for key in self._scan.keys]
 

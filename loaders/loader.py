@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from loaders.batches import Batches, Made
-from loaders.dataset import numbers_of, to_affine
+from loaders.assemble import make_order, make_recipe, preloaded
+from loaders.batches import Made
 from loaders.device import DeviceRun, Normalizer, map_tensors
 from loaders.engine import Run, choose_engine
-from loaders.memory import MemorySource, budget_bytes, check_open_files
 from loaders.options import LoaderOptions
 from loaders.order import (
     Deal,
-    Order,
     Position,
     RankBatches,
     batch_count,
@@ -28,10 +25,8 @@ from loaders.order import (
     check_state,
     make_state,
 )
-from loaders.samples import Samples
-from loaders.source import PackedSource, Source
-from loaders.staging import SHM, StagedSource
-from packer.errors import SampleError, UsageError
+from loaders.source import Source
+from packer.errors import SampleError
 
 log = logging.getLogger("loaders")
 
@@ -55,11 +50,11 @@ class Loader:
     """
 
     def __init__(self, source: Source, options: LoaderOptions) -> None:
-        self.source = _preloaded(source, options)
+        self.source = preloaded(source, options)
         self.options = options
         self.skipped: list[SampleError] = []
-        self._recipe = _recipe(self.source, options)
-        self._order = _order(self.source, options)
+        self._recipe = make_recipe(self.source, options)
+        self._order = make_order(source, options)
         self._opened = source
         self._pin = _pin(options)
         self._engine = choose_engine(options, self._recipe, self._pin)
@@ -256,59 +251,3 @@ def _pin(options: LoaderOptions) -> bool:
         return options.pin_memory
     device = options.on_device
     return torch.cuda.is_available() and (options.device is None or (device is not None and device.type == "cuda"))
-
-
-def _preloaded(source: Source, options: LoaderOptions) -> Source:
-    """The source, or what `preload` makes of it."""
-    if isinstance(source, PackedSource):
-        check_open_files(len(source.split.shards))
-    kind, _, folder = (options.preload or "").partition(":")
-    if kind == "shm":
-        if not isinstance(source, PackedSource):
-            raise UsageError("preload='shm' copies shards; pack the folder first, or use preload='memory'")
-        return StagedSource(source, folder or SHM)
-    if not kind:
-        return source
-    samples = Samples(source, fields=options.fields, transform=options.transform, targets=options.targets)
-    pictures = () if kind == "memory" or samples.picture is None else tuple(samples.picture.split(";"))
-    return MemorySource(
-        source, samples.read_fields, numbers_of(options.subset, source), budget=budget_bytes(options.memory_budget),
-        decode=pictures, orient=bool(getattr(options.transform, "orient", False)),
-    )
-
-
-def _recipe(source: Source, options: LoaderOptions) -> Batches:
-    """How samples and batches are made; what the device will do is left to it."""
-
-    def with_normalize(mean_std: tuple[Sequence[float], Sequence[float]] | None) -> Batches:
-        samples = Samples(
-            source, fields=options.fields, transform=options.transform, normalize=to_affine(mean_std),
-            targets=options.targets, seed=options.seed,
-        )
-        return Batches(
-            samples, collate_fn=options.collate_fn, on_error=options.on_error, dtype=options.dtype,
-            channels_last=options.channels_last,
-        )
-
-    if options.on_device is not None:
-        recipe = with_normalize(None)
-        if recipe.direct:
-            return recipe
-    return with_normalize(options.mean_and_std)
-
-
-def _order(source: Source, options: LoaderOptions) -> Order:
-    sampling, window = options.sampling, options.shuffle == "window"
-    return Order(
-        samples=len(source),
-        seed=options.seed,
-        shuffle=options.shuffle,
-        subset=numbers_of(options.subset, source),
-        shards=source.column("shard") if window else None,
-        window_shards=sampling.window_shards,
-        labels=source.column("label") if sampling.balance else None,
-        weights=None if sampling.weights is None else np.asarray(sampling.weights, np.float64),
-        epoch_samples=sampling.epoch_samples,
-        heights=source.column("height") if sampling.bucket else None,
-        widths=source.column("width") if sampling.bucket else None,
-    )

@@ -13,7 +13,7 @@ from loaders.dataset import field_names
 from loaders.loader import Loader
 from loaders.options import EngineName, LoaderOptions, Normalize, Sampling, TargetKind
 from loaders.order import Shuffle
-from loaders.source import Source
+from loaders.source import ConcatSource, Source
 
 
 class LoaderMaker:
@@ -28,7 +28,7 @@ class LoaderMaker:
 
     def __call__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         split: str = "train",
         batch_size: int = 64,
@@ -62,7 +62,8 @@ class LoaderMaker:
         """A loader of one split.
 
         Args:
-            path: the packed folder (or, in `loaders.folder_loader`, the folder of files).
+            path: the packed folder (or, in `loaders.folder_loader`, the folder of files). Several are mixed, in
+                the shares that `sampling=Sampling(weights=…)` gives, or else each once per epoch.
             split: name of the split.
             batch_size: samples per batch, on each rank.
             transform: `TrainCrop`, `EvalCrop`, … of `loaders.transforms` (decode no more than they need), or any
@@ -126,4 +127,6 @@ class LoaderMaker:
             dtype=dtype, channels_last=channels_last, max_skipped=max_skipped, start_method=start_method,
             threads_per_worker=threads_per_worker, memory_budget=memory_budget,
         )
-        return Loader(self._open_source(os.fspath(path), split, options), options)
+        if isinstance(path, str | os.PathLike):
+            return Loader(self._open_source(os.fspath(path), split, options), options)
+        return Loader(ConcatSource([self._open_source(os.fspath(part), split, options) for part in path]), options)

@@ -152,9 +152,9 @@ class MemorySource:
         """A sample's key."""
         return self._source.key(number)
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         """All keys, by number."""
-        return self._source.keys()
+        return self._source.all_keys()
 
     def path(self, number: int, field: str) -> str:
         """Where the field came from."""

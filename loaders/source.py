@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from loaders.order import Numbers
+from packer.errors import UsageError
 from packer.packed import Packed
-from packer.sample import is_image_field, printable
+from packer.sample import is_image_field
 
 #: Gives the bytes of the j-th of some samples, or None where it lacks the field. Safe in threads.
 Fetch = Callable[[int], bytes | memoryview | None]
@@ -51,7 +52,7 @@ class Source(Protocol):
         """A sample's key."""
         ...
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         """All keys, by number."""
         ...
 
@@ -130,7 +131,7 @@ class PackedSource:
         """A sample's key."""
         return self.split.key(number)
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         """All keys, by number."""
         return [key.decode("utf-8", "surrogateescape") for key in self.split.names.keys]
 
@@ -151,11 +152,108 @@ class PackedSource:
         self.split.close()
 
 
+class ConcatSource:
+    """Several sources as one: the samples of the first, then those of the second, and so on.
+
+    Args:
+        parts: at least one; if several have classes, the same ones.
+
+    Raises:
+        UsageError: the classes differ, so that a label would mean two things.
+    """
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        self.parts = tuple(parts)
+        classes = {part.classes for part in self.parts if part.classes is not None}
+        if len(classes) > 1:
+            raise UsageError(
+                f"the {len(self.parts)} datasets have different classes, so a label would mean two things; "
+                "pack them with the same --classes file"
+            )
+        self._classes = next(iter(classes), None)
+        self._columns: dict[str, npt.NDArray[Any]] = {}
+        self.starts: Numbers = np.cumsum([0, *map(len, self.parts)])
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of any part."""
+        return tuple(dict.fromkeys(field for part in self.parts for field in part.fields))
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Class names by label, or None."""
+        return self._classes
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def column(self, name: str) -> npt.NDArray[np.generic]:
+        """The parts' columns, one after the other; shards are numbered through."""
+        if name not in self._columns:
+            columns = [part.column(name) for part in self.parts]
+            if name == "shard":
+                counts = [int(column.max(initial=-1)) + 1 for column in columns]
+                before = np.cumsum([0, *counts])
+                columns = [column + start for column, start in zip(columns, before[:-1], strict=True)]
+            self._columns[name] = np.concatenate(columns)
+        return self._columns[name]
+
+    def fetcher(self, numbers: Numbers, field: str) -> Fetch:
+        """Each sample from its part; None where the part lacks the field."""
+        which = np.searchsorted(self.starts, numbers, side="right") - 1
+        fetches: list[tuple[Fetch, int] | None] = [None] * len(numbers)
+        for number, part in enumerate(self.parts):
+            mine = np.flatnonzero(which == number)
+            if len(mine) and field in part.fields:
+                fetch = part.fetcher(numbers[mine] - self.starts[number], field)
+                for local, j in enumerate(mine.tolist()):
+                    fetches[j] = fetch, local
+
+        def fetch_any(j: int) -> bytes | memoryview | None:
+            found = fetches[j]
+            return None if found is None else found[0](found[1])
+
+        return fetch_any
+
+    def sizes(self, numbers: Numbers, field: str) -> Numbers:
+        """(n,) int64, the field's length in bytes, −1 where absent or unknown."""
+        which = np.searchsorted(self.starts, numbers, side="right") - 1
+        sizes = np.full(len(numbers), -1, np.int64)
+        for number, part in enumerate(self.parts):
+            mine = which == number
+            if field in part.fields and mine.any():
+                sizes[mine] = part.sizes(numbers[mine] - self.starts[number], field)
+        return sizes
+
+    def _part(self, number: int) -> tuple[Source, int]:
+        which = int(np.searchsorted(self.starts, number, side="right")) - 1
+        return self.parts[which], int(number - self.starts[which])
+
+    def key(self, number: int) -> str:
+        """A sample's key in its part."""
+        part, local = self._part(number)
+        return part.key(local)
+
+    def all_keys(self) -> list[str]:
+        """All keys, by number."""
+        return [key for part in self.parts for key in part.all_keys()]
+
+    def path(self, number: int, field: str) -> str:
+        """Where the field came from."""
+        part, local = self._part(number)
+        return part.path(local, field) if field in part.fields else ""
+
+    def complain(self, number: int, field: str, what: str) -> str:
+        """A message that leads back to the sample's file."""
+        part, local = self._part(number)
+        return part.complain(local, field, what)
+
+    def close(self) -> None:
+        """Close all parts."""
+        for part in self.parts:
+            part.close()
+
+
 def picture_fields(source: Source) -> tuple[str, ...]:
     """The fields that hold the picture itself: image fields without a prefix (`jpg`, not `mask.png`)."""
     return tuple(field for field in source.fields if is_image_field(field) and "." not in field)
-
-
-def describe_sample(source: Source, number: int) -> str:
-    """A sample as one line of safe text."""
-    return f"sample {number} {printable(source.key(number))!r}"

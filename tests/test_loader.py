@@ -520,3 +520,56 @@ def test_the_dataset_by_number(packed: Path) -> None:
     batch = next(iter(DataLoader(whole, batch_size=4, collate_fn=pad_collate)))
     assert isinstance(batch[0], Padded)
     assert torch.equal(pickle.loads(pickle.dumps(dataset))[0][0], dataset[0][0])
+
+
+# ---------------------------------------------------------------- several datasets
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve more samples of the same classes, with sidecars."""
+    root = tmp_path_factory.mktemp("other")
+    return pack_tree(write_tree(root / "src", samples=12, sidecars=True), root / "out")
+
+
+def test_several_datasets_are_one(packed: Path, other: Path) -> None:
+    options: dict[str, Any] = {"fields": ("__index__", "__key__", "txt"), "num_workers": 1, "batch_size": 7}
+    with make_loader([packed, other], **options, seed=2) as loader:
+        batches = list(loader)
+        assert len(loader) == len(batches) == 8
+        assert loader.classes == ("c0", "c1", "c2")
+    numbers = joined([batch["__index__"].tolist() for batch in batches])
+    assert sorted(numbers) == list(range(52))
+    for batch in batches:
+        for number, key, text in zip(batch["__index__"].tolist(), batch["__key__"], batch["txt"], strict=True):
+            split = Packed(other if number >= 40 else packed)["train"]
+            assert key == split.key(number - 40 if number >= 40 else number)
+            assert text == (f"picture {int(key[-3:])}" if number >= 40 else None)
+
+
+@pytest.mark.parametrize("preload", [None, "memory", "shm"])
+def test_datasets_are_mixed_in_shares(packed: Path, other: Path, preload: str | None, tmp_path: Path) -> None:
+    sampling = Sampling(weights=(1, 3), epoch_samples=40)
+    preload = f"shm:{tmp_path}" if preload == "shm" else preload
+    with make_loader([packed, other], sampling=sampling, transform=EvalCrop(16), fields=("jpg", "__index__"),
+                     preload=preload, batch_size=10) as loader:
+        first, state = list(loader), loader.state_dict()
+        second = list(loader)
+        loader.load_state_dict(state)
+        assert flat(loader) == flat(second)
+    numbers = torch.cat([batch["__index__"] for batch in first])
+    assert ((numbers < 40).sum().item(), (numbers >= 40).sum().item()) == (10, 30)
+    assert first[0]["jpg"].shape == (10, 3, 16, 16)
+    with pytest.raises(UsageError, match="one for each of the 2 datasets"):
+        make_loader([packed, other], sampling=Sampling(weights=(1, 2, 3)))
+
+
+def test_a_subset_of_several_datasets(packed: Path, other: Path) -> None:
+    with index_loader([packed, other], subset=[3, 45, 41], shuffle=False) as loader:  # type: ignore[arg-type]
+        assert joined(indices(loader)) == [3, 45, 41]
+
+
+def test_datasets_of_different_classes_do_not_mix(packed: Path, tmp_path: Path) -> None:
+    stranger = pack_tree(write_tree(tmp_path / "src", samples=4, classes=4), tmp_path / "out")
+    with pytest.raises(UsageError, match="different classes"):
+        make_loader([packed, stranger])
