@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from click.testing import Result
 from packer.cli.options import Bytes, Fold, SplitFractions, human_bytes
 from packer.manifest import FILE, Manifest
 from packer.packed import Packed
+
+ROOT = Path(__file__).resolve().parent.parent
 
 Run = Callable[..., Result]
 Folders = Callable[..., Path]
@@ -303,3 +307,33 @@ def test_folds_and_fractions() -> None:
     assert convert("0.9,0.1", None, None) == (("train", 0.9), ("val", 0.1))
     assert convert("0.8, 0.1, 0.1", None, None) == (("train", 0.8), ("val", 0.1), ("test", 0.1))
     assert convert("a=0.25,b=0.75", None, None) == (("a", 0.25), ("b", 0.75))
+
+
+# ---------------------------------------------------------------- the process itself
+
+
+def test_the_locale_does_not_show(src: Path, tmp_path: Path) -> None:
+    (src / "train/cat").rename(src / "train/vögel")
+    (src / "train/dog/dog-0.jpg").rename(src / "train/dog/d\udce9j\u0301.jpg")  # not UTF-8 as a whole
+    trees = []
+    for name, settings in (("utf-8", {"LC_ALL": "C.UTF-8"}), ("ascii", {"LC_ALL": "C", "PYTHONUTF8": "0"})):
+        environment = {**os.environ, **settings, "PYTHONCOERCECLOCALE": "0"}
+        command = [sys.executable, "-m", "packer", "shard", os.fsencode(src), tmp_path / name]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+        trees.append(tree(tmp_path / name))
+    assert trees[0] == trees[1]
+
+
+def test_memory_does_not_grow_with_a_field(src: Path, tmp_path: Path) -> None:
+    (src / "train/cat/cat-0.npy").touch()
+    os.truncate(src / "train/cat/cat-0.npy", 300_000_000)  # sparse: takes no room
+    for source, out in ((src, tmp_path / "out"), (tmp_path / "out", tmp_path / "again")):
+        command = [sys.executable, "-m", "packer", "shard", source, out, "-q", "-j", "1"]
+        if source == src:
+            command += ["--layout", "sidecars"]
+        process = subprocess.Popen(command, cwd=ROOT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = status
+        assert status == 0
+        assert usage.ru_maxrss < 150_000, f"{usage.ru_maxrss} KiB"
+    assert Manifest.load(str(tmp_path / "again")).bytes > 300_000_000

@@ -10,7 +10,6 @@ bytes carry a PAX header, the one way that every reader understands.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -67,7 +66,7 @@ class TarFormat:
 
     def sample_bytes(self, scan: Scan) -> Int64s:
         """int64 (n,): header and padded payload of every member, the label's own included."""
-        field_bytes = np.array([len(os.fsencode(name)) for name in scan.fields] or [0], np.int64)
+        field_bytes = np.array([len(_field_bytes(name)) for name in scan.fields] or [0], np.int64)
         total = np.zeros(len(scan), np.int64)
         for begin in range(0, len(scan), _SAMPLES_AT_ONCE):
             end = min(begin + _SAMPLES_AT_ONCE, len(scan))
@@ -131,13 +130,17 @@ def _digits(values: Int64s, powers: Int64s) -> npt.NDArray[np.uint8]:
     return (values[:, None] // powers % 8 + ord("0")).astype(np.uint8)
 
 
+def _field_bytes(field: str) -> bytes:
+    return field.encode("utf-8", "surrogateescape")  # in every locale
+
+
 def _keys_of_files(batch: Batch) -> Iterator[bytes]:
     return (key for key, n in zip(batch.keys, np.diff(batch.first).tolist(), strict=True) for _ in range(n))
 
 
 def _member_names(batch: Batch) -> list[bytes]:
     files = zip(_keys_of_files(batch), batch.fields, strict=True)
-    return [key + b"." + field.encode("utf-8", "surrogateescape") for key, field in files]
+    return [key + b"." + _field_bytes(field) for key, field in files]
 
 
 class TarWriter:
