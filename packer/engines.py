@@ -52,7 +52,7 @@ class LocalProcesses:
         workers: number of processes.
 
     Raises:
-        WorkerDiedError: (from `run`) a worker was killed, most often for memory.
+        WorkerDiedError: (from `run`) a worker was killed, most often for memory, or cannot be started.
     """
 
     def __init__(self, workers: int) -> None:
@@ -61,15 +61,16 @@ class LocalProcesses:
     def run(self, work: Callable[[Any, Report], Result], tasks: Iterable[Any], report: Report) -> Iterator[Result]:
         """See `Engine.run`."""
         context = multiprocessing.get_context(_start_method())
-        samples, size = context.Value("q", 0), context.Value("q", 0)
-        pool = ProcessPoolExecutor(self.workers, context, _start_worker, (samples, size))
+        with _no_workers_explained():
+            samples, size = context.Value("q", 0), context.Value("q", 0)
+            pool = ProcessPoolExecutor(self.workers, context, _start_worker, (samples, size))
         seen = (0, 0)
         waiting = iter(tasks)
         running: set[Future[Result]] = set()
         try:
             while True:
                 for task in itertools.islice(waiting, self.workers + 1 - len(running)):
-                    with _no_interrupt():
+                    with _no_interrupt(), _no_workers_explained():
                         running.add(pool.submit(_in_worker, work, task))
                 if not running:
                     return
@@ -87,6 +88,16 @@ class LocalProcesses:
             ) from error
         finally:
             _stop(pool)
+
+
+@contextlib.contextmanager
+def _no_workers_explained() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # a limit on processes, or no /dev/shm for the locks between them
+        raise WorkerDiedError(
+            f"cannot start worker processes: {error.strerror or error}; run again with fewer, or with --workers 1"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from packer.imaging import probe
 from packer.index import Names, Rows, empty_rows
 from packer.manifest import FILE, Manifest, Shard, Split
 from packer.patterns import find_shards, group_by_split
-from packer.sample import field_name, is_image_field, printable
+from packer.sample import field_name, is_image_field, label_of, printable
 from packer.sources.base import StringsBuilder
 from packer.storage import exclusive
 from packer.strings import Int64s, Strings
@@ -36,7 +35,6 @@ from packer.strings import Int64s, Strings
 LAYOUT = "shards"
 
 _LABEL_FIELD = "cls"
-_LABEL = re.compile(rb"\s*([0-9]{1,18})\s*")
 _MAX_FIELDS = 256  # every field is three columns of every row
 _PIECE = 8 << 20
 _MAX_IN_MEMORY = 64 << 20  # larger contents are checksummed piece by piece, and not probed
@@ -254,8 +252,8 @@ class _ShardPass:
         return self.found.columns.setdefault(name, _Column())
 
     def _label(self, view: memoryview | None) -> int:
-        match = _LABEL.fullmatch(view) if view is not None else None
-        return int(match[1]) if match else self._unknown("label: a 'cls' that is no class number")
+        label = -1 if view is None else label_of(view)
+        return label if label >= 0 else self._unknown("label: a 'cls' that is no class number")
 
     def _size(self, view: memoryview | None) -> tuple[int, int]:
         with contextlib.suppress(BadImageError):

@@ -22,8 +22,12 @@ _LOCK, _JOB = "lock", "job.json"
 _NOT_FOREIGN = frozenset((STATE, "lost+found"))  # a fresh file system has the latter
 
 
-def complete(out: str, fingerprint: str) -> Manifest | None:
-    """The manifest, if the folder holds the finished dataset of this very plan.
+def complete(out: str, job: Mapping[str, Any]) -> Manifest | None:
+    """The manifest, if the folder holds the finished dataset of this very job.
+
+    Args:
+        out: the folder; it need not exist.
+        job: as `own` takes it.
 
     Raises:
         OutputError: it holds another dataset, or this one with a shard lost or cut.
@@ -32,10 +36,11 @@ def complete(out: str, fingerprint: str) -> Manifest | None:
     if not os.path.lexists(os.path.join(out, FILE)):
         return None
     manifest = Manifest.load(out)
-    if manifest.fingerprint != fingerprint:
+    if manifest.fingerprint != job["fingerprint"]:
         raise OutputError(
-            f"{out} already holds a dataset of {manifest.samples} samples, packed from another source or "
-            "with other options; choose another folder, or delete it first"
+            f"{out} already holds a dataset of {manifest.samples} samples that differs from this one "
+            f"({_differences({'options': manifest.options}, {'options': job['options']}) or 'it has other files'}); "
+            "choose another folder, or delete it first"
         )
     for split in manifest.splits.values():
         for shard in split.shards:

@@ -270,7 +270,7 @@ def pack_prepared(prepared: Prepared, out: str | os.PathLike[str], *, progress: 
     begin = time.monotonic()
     out = os.fspath(out)
     job = prepared.job()
-    if (done := complete(out, job["fingerprint"])) is not None:
+    if (done := complete(out, job)) is not None:
         return PackResult(done, True, [], [], [], time.monotonic() - begin, 0, 0, {})
     problems = _printable(prepared.scan.problems)
     if problems and prepared.options.on_error == "raise":

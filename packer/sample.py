@@ -169,6 +169,19 @@ def unique_keys(folder: bytes, names: Sequence[bytes]) -> list[bytes]:
     return [prefix + stem for stem in stems]
 
 
+_LABEL = re.compile(rb"\s*([0-9]{1,18})\s*")
+
+
+def label_of(text: bytes | memoryview) -> int:
+    r"""The class number that a `cls` file holds, −1 where it holds something else.
+
+    >>> label_of(b"17\n"), label_of(b"cat"), label_of(b"-1")
+    (17, -1, -1)
+    """
+    match = _LABEL.fullmatch(text)
+    return int(match[1]) if match else -1
+
+
 def bad_fields(fields: Iterable[str]) -> list[str]:
     """Those field names that a reader would misunderstand: reserved, empty, or with bytes that break a name."""
     return [

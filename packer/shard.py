@@ -18,7 +18,7 @@ from packer.formats import get_format
 from packer.formats.base import Batch, Format, ShardWriter
 from packer.imaging import decode_check, probe, probe_all
 from packer.index import Rows, empty_rows, npy_rows, row_dtype
-from packer.sample import is_image_field, printable
+from packer.sample import is_image_field, label_of, printable
 from packer.sources.base import Reader, Scan, Source
 from packer.storage import PARTIAL, fsync_folder, output_error, write_atomic, write_json
 from packer.strings import Int64s
@@ -234,16 +234,17 @@ class _Run:
         crcs[layout.file_members] = list(map(crc32c, views))
         self._put_labels(buffer, layout, at, crcs, begin)
         image_sizes, keep = self._look(views, layout, begin, files)
+        labels = self._labels(views, layout, begin, files)
         offsets = self.writer.commit(None if keep.all() else keep)
-        self._note(layout, keep, offsets, crcs, image_sizes, begin)
+        self._note(layout, keep, offsets, crcs, image_sizes, labels)
 
     def _large(self, begin: int, files: slice) -> None:
-        """Write one sample piece by piece; only its pictures are held whole, to be looked at."""
+        """Write one sample piece by piece; only what is small, and pictures to be looked at, are held whole."""
         scan = self.task.scan
         places = scan.places.slice(files.start, files.stop)
         sizes = scan.sizes[files].copy()
         whole: dict[int, bytes | memoryview] = {}
-        for i in np.flatnonzero(self._images[scan.field[files]]).tolist():
+        for i in np.flatnonzero(self._images[scan.field[files]] | (sizes <= BATCH_BYTES)).tolist():
             (whole[i],) = self._load(places[i : i + 1], slice(files.start + i, files.start + i + 1))
             sizes[i] = len(whole[i])
         layout = _Layout(scan, begin, begin + 1, files, sizes)
@@ -251,6 +252,7 @@ class _Run:
         image_sizes, keep = self._look(views, layout, begin, files)
         if not keep.all():
             return
+        labels = self._labels(views, layout, begin, files)
         crcs = np.zeros(len(layout.samples), np.uint32)
         file_of = {int(member): i for i, member in enumerate(layout.file_members)}
 
@@ -265,7 +267,7 @@ class _Run:
             crcs[member] = crc32c(view, int(crcs[member]))
 
         offsets = self.writer.stream(layout.batch, read)
-        self._note(layout, keep, offsets, crcs, image_sizes, begin)
+        self._note(layout, keep, offsets, crcs, image_sizes, labels)
 
     def _look(
         self, views: list[memoryview], layout: _Layout, begin: int, files: slice
@@ -287,6 +289,19 @@ class _Run:
         samples, first = np.unique(layout.file_samples[images], return_index=True)
         by_sample[samples] = sizes[first]
         return by_sample, keep
+
+    def _labels(self, views: list[memoryview], layout: _Layout, begin: int, files: slice) -> Int64s:
+        """The label of each sample, (m,): as the source says, or as its `cls` file does."""
+        scan = self.task.scan
+        labels = scan.label[begin : begin + layout.samples_count]
+        if _LABEL_FIELD not in scan.fields:
+            return labels
+        labels = labels.copy()
+        for i in np.flatnonzero(scan.field[files] == scan.fields.index(_LABEL_FIELD)).tolist():
+            sample = int(layout.file_samples[i])
+            if labels[sample] < 0:
+                labels[sample] = label_of(views[i])
+        return labels
 
     def _probe(self, views: list[memoryview]) -> tuple[npt.NDArray[np.int32], dict[int, BadImageError]]:
         sizes, bad = probe_all(views, decode_check if self.task.check == "decode" else probe)
@@ -340,7 +355,7 @@ class _Run:
         offsets: Int64s,
         crcs: npt.NDArray[np.uint32],
         image_sizes: npt.NDArray[np.int32],
-        begin: int,
+        labels: Int64s,
     ) -> None:
         """Index rows for the samples that were kept."""
         count = int(keep.sum())
@@ -353,7 +368,7 @@ class _Run:
             rows[f"{name}:offset"][to] = offsets[members]
             rows[f"{name}:length"][to] = layout.batch.sizes[members]
             rows[f"{name}:crc32c"][to] = crcs[members]
-        rows["label"] = self.task.scan.label[begin : begin + len(keep)][keep]
+        rows["label"] = labels[keep]
         rows["shard"] = 0  # numbered in the end, when all shards of the split are known
         rows["height"], rows["width"] = image_sizes[keep].T
         self.count += count

@@ -18,10 +18,13 @@ PARTIAL = ".partial"
 
 
 def fsync_folder(folder: str) -> None:
-    """Make renames inside this folder durable."""
+    """Make renames inside this folder durable, where the file system knows how."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
     finally:
         os.close(fd)
 

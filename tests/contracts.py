@@ -151,7 +151,7 @@ class FormatContract:
 
     # ------------------------------------------------------------ what holds for every format
 
-    @settings(deadline=None, max_examples=150)
+    @settings(deadline=None, max_examples=60)
     @given(batches=st.lists(samples_of(), max_size=4), data=st.data())
     def test_what_is_kept_comes_back_and_what_is_left_out_leaves_no_trace(
         self, batches: list[list[Sample]], data: st.DataObject
@@ -167,7 +167,7 @@ class FormatContract:
             self.write(tmp / "kept", [kept])
             assert (tmp / "some").read_bytes() == (tmp / "kept").read_bytes()
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=40)
     @given(samples=samples_of())
     def test_the_size_is_known_before(self, samples: list[Sample]) -> None:
         with folder() as tmp:
@@ -178,7 +178,7 @@ class FormatContract:
             each = [self.write(tmp / "one", [[sample]]).shard.bytes for sample in samples]
             assert (sizes + self.format.overhead).tolist() == each
 
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=30)
     @given(samples=samples_of())
     def test_streaming_writes_the_same_bytes(self, samples: list[Sample]) -> None:
         with folder() as tmp:

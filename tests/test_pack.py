@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -349,6 +350,7 @@ def test_a_file_that_changes_meanwhile_is_an_error_and_never_a_skip(
 ) -> None:
     if large:
         monkeypatch.setattr(packer.shard, "LARGE_BYTES", 1)
+        monkeypatch.setattr(packer.shard, "BATCH_BYTES", 1)
         # Not probed as a picture: it goes to the shard piece by piece.
         monkeypatch.setattr(packer.shard, "is_image_field", lambda field: False)
     changed = ChangedSource(source.root)
@@ -391,6 +393,20 @@ def test_large_broken_samples_are_left_out_too(sidecars: Path, tmp_path: Path, m
     result = pack(FolderSource(str(sidecars)), tmp_path / "out", options(on_error="skip"))
     assert [path for path, _ in result.broken] == ["s3.png"]
     assert result.manifest.samples == 5
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_labels_that_are_files_reach_the_index(
+    sidecars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    (sidecars / "s2.cls").write_bytes(b"cat")
+    if large:
+        monkeypatch.setattr(packer.shard, "LARGE_BYTES", 1000)
+    pack(FolderSource(str(sidecars)), tmp_path / "out", options())
+    split = Packed(tmp_path / "out")["train"]
+    labels = {split.key(i): int(split.rows[i]["label"]) for i in range(len(split))}
+    assert labels == {"s0": 0, "s1": 1, "s2": -1, "s3": 3, "s4": 4, "s5": 5}
+    assert {split.key(i): split.read(i, "cls") for i in range(len(split))}["s5"] == b"5\n"
 
 
 def test_large_labelled_and_resized_samples(
@@ -587,8 +603,11 @@ def test_a_finished_folder_that_lost_a_shard_is_not_complete(
 
 def test_another_job_is_refused_in_a_finished_folder(source: FolderSource, tmp_path: Path) -> None:
     pack(source, tmp_path / "out", options())
-    with pytest.raises(OutputError, match="already holds a dataset of 20 samples"):
+    with pytest.raises(OutputError, match=r"dataset of 20 samples that differs .* \(shard_samples was 3, is 4\)"):
         pack(source, tmp_path / "out", options(plan=PlanOptions(shard_samples=4)))
+    _grow(Path(source.root) / "train/cat/cat-0.jpg")
+    with pytest.raises(OutputError, match="it has other files"):
+        pack(source, tmp_path / "out", options())
 
 
 def test_another_job_is_refused_in_an_unfinished_folder_with_what_differs(source: FolderSource, tmp_path: Path) -> None:
@@ -681,6 +700,17 @@ def test_a_worker_that_dies_is_an_error_not_a_wait(
     monkeypatch.setattr(packer.engines, "_start_method", lambda: "fork")
     monkeypatch.setattr("packer.pack.write_shard", _die)
     with pytest.raises(WorkerDiedError, match="finished shards are kept"):
+        pack(source, tmp_path / "out", options(workers=2))
+
+
+def test_workers_that_cannot_be_started_are_an_error_that_says_what_to_do(
+    source: FolderSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(packer.engines.ProcessPoolExecutor, "submit", no_more)
+    with pytest.raises(WorkerDiedError, match="cannot start worker processes: Resource temporarily unavailable"):
         pack(source, tmp_path / "out", options(workers=2))
 
 

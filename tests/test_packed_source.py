@@ -110,6 +110,7 @@ def test_large_fields_are_copied_piece_by_piece(
     sidecars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (sidecars / "s3.json").write_bytes(os.urandom(9_000_000))
+    monkeypatch.setattr(packer.shard, "BATCH_BYTES", 1000)
     packed(FolderSource(str(sidecars)), tmp_path / "once")
     monkeypatch.setattr(packer.shard, "LARGE_BYTES", 1)
     repacked(tmp_path / "twice", tmp_path / "once")

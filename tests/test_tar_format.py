@@ -32,7 +32,7 @@ def test_every_format_in_the_table_has_what_a_format_must_have() -> None:
         assert format_.suffix.startswith(".")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(samples=samples_of())
 def test_tarfile_reads_the_same_names_and_contents(samples: list[Sample]) -> None:
     with folder() as tmp:
