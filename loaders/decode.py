@@ -15,6 +15,7 @@ through Pillow, whose result is the reference. What a picture becomes:
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +55,7 @@ class Picture:
     (30, 40, [254, 0, 0])
     """
 
-    __slots__ = ("_data", "_header", "_image", "_orientation", "height", "width")
+    __slots__ = ("_data", "_header", "_image", "_orientation", "_raw", "height", "width")
 
     def __init__(self, data: Buffer, *, orient: bool = False, max_pixels: int = MAX_PIXELS) -> None:
         """Read the header.
@@ -70,8 +71,13 @@ class Picture:
         """
         self._data = data
         self._image: Image.Image | None = None
-        self._header = _plain_jpeg(data)
-        if self._header is None:
+        self._raw = _raw_pixels(data)
+        self._header = _plain_jpeg(data) if self._raw is None else None
+        if self._raw is not None:
+            self._orientation = 1
+            height, width = self._raw.shape[:2]
+            pillow_decode.check_pixels(height, width, max_pixels)
+        elif self._header is None:
             self._image = pillow_decode.open_image(data, max_pixels)
             self._orientation = pillow_decode.exif_orientation(self._image) if orient else 1
             height, width = self._image.height, self._image.width
@@ -83,6 +89,8 @@ class Picture:
 
     def pixels(self, mode: str | None = "RGB") -> npt.NDArray[Any]:
         """All of it, as `decode_image` describes."""
+        if self._raw is not None and mode in ("RGB", None):
+            return self._raw.copy()
         stored = self._decode_jpeg(mode) if self._header is not None else None
         if stored is None:
             stored = pillow_decode.to_array(self._opened(), mode)
@@ -107,7 +115,7 @@ class Picture:
             part = self._decode_jpeg_part(self._header, rows, columns, scale)
         if part is None:
             rows, columns = spans(crop_stored, size, (height, width))
-            whole = pillow_decode.to_array(self._opened(), "RGB")
+            whole = self._raw if self._raw is not None else pillow_decode.to_array(self._opened(), "RGB")
             part = whole[rows.start : rows.stop, columns.start : columns.stop]
         store(resize(part, rows, columns, size), out,
               orientation=self._orientation, flip=crop.flip, normalize=normalize)
@@ -144,6 +152,20 @@ class Picture:
         if pixels is None:
             return None
         return pixels[top : top + rows.stop - rows.start, left : left + columns.stop - columns.start]
+
+
+_RAW = re.compile(rb"P6 (\d{1,9}) (\d{1,9}) 255\n")
+
+
+def _raw_pixels(data: Buffer) -> Pixels | None:
+    """The pixels (H, W, 3) of a binary PPM, as they lie: a view, nothing is decoded. None for all else."""
+    match = _RAW.match(data[:32])
+    if match is None:
+        return None
+    width, height = int(match[1]), int(match[2])
+    if len(data) - match.end() != height * width * 3:
+        return None  # Pillow says what is wrong
+    return np.frombuffer(data, np.uint8, offset=match.end()).reshape(height, width, 3)
 
 
 def _plain_jpeg(data: Buffer) -> jpeg.JpegHeader | None:
