@@ -91,7 +91,11 @@ class Batches:
         images = None
         if self._shape is not None:
             dtype = torch.uint8 if self.samples.normalize is None else torch.float32
-            images = empty((len(numbers), *self._shape), dtype)
+            channels, height, width = self._shape
+            if self.channels_last:
+                images = empty((len(numbers), height, width, channels), dtype).permute(0, 3, 1, 2)
+            else:
+                images = empty((len(numbers), channels, height, width), dtype)
         return Draft(numbers, epoch, self.samples.reads(numbers), empty, images, [None] * len(numbers))
 
     def runs(self, draft: Draft) -> list[tuple[int, int]]:
@@ -188,8 +192,11 @@ class Batches:
         if not isinstance(images, torch.Tensor):
             return images._replace(data=self._layout(images.data, empty)) if hasattr(images, "_replace") else images
         dtype = self.dtype if images.is_floating_point() else images.dtype
-        if not self.channels_last or images.ndim != 4:
-            return images if dtype == images.dtype else empty(images.shape, dtype).copy_(images)
+        wanted = torch.channels_last if self.channels_last and images.ndim == 4 else torch.contiguous_format
+        if dtype == images.dtype and images.is_contiguous(memory_format=wanted):
+            return images
+        if wanted is torch.contiguous_format:
+            return empty(images.shape, dtype).copy_(images)
         count, channels, height, width = images.shape
         return empty((count, height, width, channels), dtype).permute(0, 3, 1, 2).copy_(images)
 

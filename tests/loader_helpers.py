@@ -66,7 +66,7 @@ def _digest(array: np.ndarray) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), _digest(value.contiguous().view(torch.uint8).numpy())
+        return str(value.dtype), tuple(value.shape), _digest(value.reshape(-1).contiguous().view(torch.uint8).numpy())
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, _digest(value)
     if isinstance(value, dict):

@@ -21,6 +21,7 @@ import torch
 from loader_helpers import flat, pack_tree, write_tree
 
 from loaders.loader import Loader
+from loaders.options import workers_for
 from loaders.transforms import EvalCrop, TrainCrop
 from loaders.webds_loader import make_loader
 from packer.errors import SampleError, UsageError, WorkerDiedError
@@ -378,3 +379,101 @@ def test_torchs_own_thread_count_is_left_alone(packed: Path) -> None:
     thread.start()
     thread.join()
     assert (torch.get_num_threads(), seen) == (before, [before])
+
+
+def test_auto_says_what_it_chose_and_why(packed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "loaders"):
+        loader(packed, "auto", 2)
+        loader(packed, "auto", 2, transform=noisy)
+    assert [record.getMessage() for record in caplog.records] == [
+        "engine 'auto': thread, 2 workers (all steps release the GIL)",
+        "engine 'auto': process, 2 workers (a transform from elsewhere)",
+    ]
+
+
+def test_the_number_of_workers_is_the_cpus_shared_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaders.options.available_cpus", lambda: 8)
+    assert workers_for("auto") == 8 and workers_for(3) == 3
+    for ranks, want in (("2", 4), ("3", 2), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert workers_for("auto") == want
+
+
+def test_shared_batches_hold_whatever_a_collate_fn_gives(packed: Path) -> None:
+    with make_loader(packed, batch_size=4, shuffle=False, collate_fn=odd_batch, num_workers=1) as processes:
+        [batch, *_] = processes
+    want = odd_batch([None] * 4)
+    assert flat([batch]) == flat([want])
+    assert batch["expanded"].stride() == (0, 1), "an expanded view stays one"
+    assert batch["object"] == {1, 2} and batch["structured"].dtype.names == ("a", "b")
+
+
+def odd_batch(samples: list[Any]) -> dict[str, Any]:
+    """What a batch may hold: views, empty and tiny tensors, arrays of any kind, and plain objects."""
+    count, numbers = len(samples), torch.arange(40_000, dtype=torch.float32)
+    return {
+        "strided": numbers.view(200, 200)[::3, 5:50].t(),
+        "expanded": numbers[:1000].expand(count, 1000),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7, dtype=torch.int16),
+        "bfloat16": numbers[:600].bfloat16(),
+        "complex": torch.complex(numbers[:300], numbers[:300]),
+        "array": np.arange(5000, dtype=np.int32).reshape(50, 100)[:, ::-1],
+        "fortran": np.asfortranarray(np.arange(5000.0).reshape(50, 100)),
+        "structured": np.zeros(100, [("a", "<i4"), ("b", "<f8")]),
+        "text": np.array(["a", "bc"]),
+        "object": {1, 2},
+        "list": [numbers, [1, "x", None]],
+    }
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error(packed: Path) -> None:
+    with make_loader(packed, collate_fn=unsendable, num_workers=1) as processes:
+        with pytest.raises(Exception, match="pickle"):
+            next(iter(processes))
+        with pytest.raises(Exception, match="pickle"):
+            next(iter(processes))
+
+
+def unsendable(samples: list[Any]) -> Any:
+    return lambda: samples
+
+
+class UnpicklableError(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def raising_collate(samples: list[Any]) -> Any:
+    raise UnpicklableError(1, 2)
+
+
+def test_an_exception_that_does_not_pickle_arrives_as_text(packed: Path) -> None:
+    processes = make_loader(packed, collate_fn=raising_collate, num_workers=1)
+    with processes, pytest.raises(RuntimeError, match="UnpicklableError: 1 and 2") as caught:
+        next(iter(processes))
+    assert "in raising_collate" in str(caught.value.__cause__)
+
+
+DDP = """
+import sys, torch, torch.distributed as dist
+from loaders.webds_loader import make_loader
+path, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+loader = make_loader(path, fields=("__index__",), batch_size=4, num_workers=1)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[4], rank=rank, world_size=world)
+numbers = torch.cat([batch["__index__"] for batch in loader])
+print(len(loader), *numbers.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_the_rank_is_asked_for_when_the_epoch_begins(packed: Path, tmp_path: Path) -> None:
+    """The process group is made after the loader, as training scripts do."""
+    command = [sys.executable, "-c", DDP, os.fspath(packed)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), "2", os.fspath(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=100)[0].split() for rank in ranks]
+    assert [out[0] for out in outputs] == ["5", "5"]
+    assert sorted(int(number) for out in outputs for number in out[1:]) == list(range(40))
