@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
 
 from packer.sample import IMAGE_EXTENSIONS, bad_fields, field_name, is_image_field, split_extension
 from packer.sources.layouts import COMPANION_FOLDERS, IMAGE_FOLDERS, Placed
@@ -18,7 +20,7 @@ EMPTY = "empty file (0 bytes)"
 # ---------------------------------------------------------------- sidecars
 
 
-def group_by_stem(folder: Folder) -> dict[bytes, list[File]]:
+def group_by_stem(folder: Folder) -> Iterator[tuple[bytes, list[File]]]:
     """Files of one folder by the stem of their sample: `a.jpg a.json a.seg.png` → a: [jpg, json, seg.png].
 
     A file belongs to the shortest dotted prefix of its name that is another file's whole stem, so a name
@@ -26,26 +28,54 @@ def group_by_stem(folder: Folder) -> dict[bytes, list[File]]:
     `a.jpg a.json`, a second sample of the same make. Of two files for one field (`a.jpg`, `a.JPEG`) the
     second becomes a sample of its own, by its full name. Files without an extension are in no group.
     """
-    split = [(name, size, *split_extension(name)) for name, size in zip(folder.names, folder.sizes, strict=True)]
+    prefix, simple = folder.prefix, _one_dot_each(folder)
+    # Names are sorted, so those that begin with the same word and a dot stand together; others never share a sample.
+    for word, run in groupby(zip(folder.names, folder.sizes, strict=True), key=_first_word):
+        files = list(run)
+        made_of = {} if simple else _made_of(files)
+        groups: dict[bytes, dict[str, File]] = {}
+        for name, size in files:
+            own = word if simple else _own_stem(name, made_of)
+            if own is None:
+                continue
+            field_ = _field_after(name[len(own) + 1 :])
+            group = groups.setdefault(own, {})
+            if field_ in group:
+                group = groups.setdefault(name, {})
+            group[field_] = (prefix + name, size, field_)
+        for stem, group in groups.items():
+            yield stem, [group[name] for name in sorted(group)]
+
+
+def _one_dot_each(folder: Folder) -> bool:
+    return b"" not in folder.extensions and folder.joined.count(b".") == len(folder.sizes)
+
+
+def _first_word(file: tuple[bytes, int]) -> bytes:
+    return file[0].partition(b".")[0]
+
+
+@lru_cache(4096)
+def _field_after(rest: bytes) -> str:
+    """The field of a file by what follows its stem and a dot."""
+    return field_name(rest.lstrip(b".").decode("utf-8", "surrogateescape"))
+
+
+def _made_of(files: Iterable[tuple[bytes, int]]) -> dict[bytes, set[str]]:
+    """Fields by stem, each file taken as its last extension says."""
     made_of: dict[bytes, set[str]] = {}
-    for _, _, stem, extension in split:
+    for name, _ in files:
+        stem, extension = split_extension(name)
         if extension:
             made_of.setdefault(stem, set()).add(field_name(extension))
-    groups: dict[bytes, dict[str, File]] = {}
-    for name, size, stem, extension in split:
-        if not extension:
-            continue
-        own = _own_stem(stem, made_of)
-        suffix = stem[len(own) + 1 :].decode("utf-8", "surrogateescape").lower()
-        field_ = field_name(f"{suffix}.{extension}" if suffix else extension)
-        files = groups.setdefault(own, {})
-        if field_ in files:
-            files = groups.setdefault(name, {})
-        files[field_] = (folder.prefix + name, size, field_)
-    return {stem: [files[name] for name in sorted(files)] for stem, files in groups.items()}
+    return made_of
 
 
-def _own_stem(stem: bytes, made_of: dict[bytes, set[str]]) -> bytes:
+def _own_stem(name: bytes, made_of: dict[bytes, set[str]]) -> bytes | None:
+    """The stem of the sample that a file belongs to, None for a file without an extension."""
+    stem, extension = split_extension(name)
+    if not extension:
+        return None
     at = stem.find(b".")
     while at >= 0:
         prefix = stem[:at]
@@ -71,7 +101,10 @@ class SidecarRules:
         """The rules for these folders."""
         fields: set[str] = set()
         for folder in folders:
-            for files in group_by_stem(folder).values():
+            if _one_dot_each(folder):
+                fields |= _beside_pictures(folder)
+                continue
+            for _, files in group_by_stem(folder):
                 if has_picture(files):
                     fields |= {name for _, _, name in files}
         return SidecarRules(frozenset(fields))
@@ -94,6 +127,16 @@ class SidecarRules:
         return problem_of(files)
 
 
+def _beside_pictures(folder: Folder) -> set[str]:
+    """What the grouping of a folder with one dot in each name would find, in a tenth of the time."""
+    stems: dict[str, set[bytes]] = {}
+    for name in folder.names:
+        stem, _, rest = name.partition(b".")
+        stems.setdefault(_field_after(rest), set()).add(stem)
+    pictures = set[bytes]().union(*(found for name, found in stems.items() if is_image_field(name)))
+    return {name for name, found in stems.items() if not found.isdisjoint(pictures)}
+
+
 def has_picture(files: Iterable[File]) -> bool:
     """Whether any of the files is a picture by its field."""
     return any(is_image_field(name) for _, _, name in files)
@@ -101,9 +144,13 @@ def has_picture(files: Iterable[File]) -> bool:
 
 def problem_of(files: Sequence[File]) -> str | None:
     """Why files cannot be the fields of one sample, or None."""
-    if any(size == 0 for _, size, name in files if is_image_field(name)):
+    if any(size == 0 and is_image_field(name) for _, size, name in files):
         return EMPTY
-    names = [name for _, _, name in files]
+    return _problem_of_fields(tuple(name for _, _, name in files))
+
+
+@lru_cache(4096)
+def _problem_of_fields(names: tuple[str, ...]) -> str | None:
     if bad := bad_fields(names):
         return f"{bad[0]!r} is no field name that every reader understands; rename the file"
     if len(set(names)) < len(names):

@@ -212,8 +212,9 @@ class _Scanner:
         return classes, bool(numbers)
 
     def _add_sidecars(self, split: str, folder: Folder, rules: SidecarRules, label: int) -> None:
-        self.out.skipped += [(folder.prefix + n, _NO_IMAGE) for n in folder.names if not split_extension(n)[1]]
-        for stem, files in group_by_stem(folder).items():
+        if b"" in folder.extensions:
+            self.out.skipped += [(folder.prefix + n, _NO_IMAGE) for n in folder.names if not split_extension(n)[1]]
+        for stem, files in group_by_stem(folder):
             if reason := rules.problem(files):
                 self.out.problems += [(path, reason) for path, _, _ in files]
             elif has_picture(files):
@@ -247,9 +248,9 @@ class _Scanner:
         ):
             files = [(folder.prefix + name, size, known[number]), *sorted(companions.get(stem, ()), key=_field_of)]
             if several[stem] > 1 and len(files) > 1:
-                reason = f"several pictures have the stem of {printable(files[1][0])}"
-                self.out.problems.append((files[0][0], reason))
-                shared.update((path, reason) for path, _, _ in files[1:])
+                several_say = f"several pictures have the stem of {printable(files[1][0])}"
+                self.out.problems.append((files[0][0], several_say))
+                shared.update((path, several_say) for path, _, _ in files[1:])
             elif reason := problem_of(files):
                 self.out.problems += [(path, reason) for path, _, _ in files]
             else:
