@@ -87,7 +87,8 @@ class LocalProcesses:
                 "run the same command again, with fewer --workers if memory was short"
             ) from error
         finally:
-            _stop(pool)
+            with _no_interrupt():
+                _stop(pool)
 
 
 @contextlib.contextmanager

@@ -227,6 +227,20 @@ def test_ctrl_c_ends_calmly(
     check_ends_well(slow_source, out, slowly_undisturbed, *SLOW)
 
 
+def test_ctrl_c_again_and_again_ends_too(slow_source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(slow_source, out, *SLOW, "-j", "2")
+    wait_for(lambda: shards(out))
+    for _ in range(5):
+        kill_group(process, signal.SIGINT)
+        time.sleep(0.01)
+    status, errors = finish(process)
+    assert status in (1, 130)
+    assert "Traceback" not in errors
+    wait_for(lambda: not living(process.pid))
+    assert not (out / FILE).exists()
+
+
 def test_ctrl_c_while_workers_start_shows_no_traceback(slow_source: Path, tmp_path: Path) -> None:
     for i in range(4):
         out = tmp_path / f"out-{i}"

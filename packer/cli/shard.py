@@ -7,8 +7,10 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -178,13 +180,27 @@ def command(**options: Any) -> None:
 
 @contextlib.contextmanager
 def _interruptible(out: str) -> Iterator[None]:
-    """Ctrl-C is no error: say what becomes of the work, and end with the shell's status for it."""
+    """Ctrl-C is no error: say what becomes of the work, and end with the shell's status for it.
+
+    It counts once. Whoever presses it again and again would else break off the tidying up.
+    """
+    before = signal.getsignal(signal.SIGINT)
+
+    def once(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, once)
     try:
         yield
     except KeyboardInterrupt:
         kept = "; finished shards are kept, the same command goes on" if os.path.exists(out) else ""
         click.echo(f"\ninterrupted{kept}", err=True)
         sys.exit(128 + signal.SIGINT)
+    finally:
+        if signal.getsignal(signal.SIGINT) is once:
+            signal.signal(signal.SIGINT, before)
 
 
 def _source(options: dict[str, Any]) -> Source:
