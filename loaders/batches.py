@@ -214,7 +214,9 @@ def _compact(draft: Draft, kept: Sequence[int]) -> None:
 
 def _is_defect(error: SampleError) -> bool:
     """Whether the sample's own bytes are to blame: a disk that fails or memory that runs out is no reason to skip."""
-    return not isinstance(error.__cause__, OSError | MemoryError)
+    cause = error.__cause__
+    # Pillow's own complaints are OSErrors too, but have no errno.
+    return not isinstance(cause, MemoryError) and not (isinstance(cause, OSError) and cause.errno is not None)
 
 
 __all__ = ["ABOUT", "Batches", "Draft", "Made"]

@@ -174,6 +174,11 @@ class _Crew:
             self.stop()
             raise
 
+    def is_well(self) -> bool:
+        """Whether all workers live, and are this process's own."""
+        mine = os.getpid() == self.pid
+        return mine and bool(self.workers) and all(worker.process.is_alive() for worker in self.workers)
+
     def stop(self) -> None:
         """Kill the workers. They hold nothing that would need tidying."""
         if os.getpid() != self.pid:  # a forked copy: they are not ours to stop
@@ -225,7 +230,8 @@ class ProcessEngine:
         before = None if self._run is None else self._run()
         if before is not None:
             before.close()
-        if self._crew is None or not self._crew.workers or self._crew.pid != os.getpid():
+        if self._crew is None or not self._crew.is_well():
+            self.close()
             self._crew = _Crew(self._recipe, self._count, self._prefetch, self._threads, self._start_method)
             self._end = weakref.finalize(self, self._crew.stop)
         run = ProcessRun(self._crew, self._prefetch, epoch, batches)
@@ -267,10 +273,7 @@ class ProcessRun:
         return self
 
     def __next__(self) -> Made:
-        if not self._give_up.alive:
-            raise StopIteration
-        if self._given == len(self._batches):
-            self._give_up.detach()  # all is fetched: the workers wait for the next run
+        if not self._give_up.alive or self._given == len(self._batches):
             raise StopIteration
         try:
             while self._given not in self._finished:
@@ -280,6 +283,8 @@ class ProcessRun:
                 _raise(value)
             self._given += 1
             self._send_next()
+            if self._given == len(self._batches):
+                self._give_up.detach()  # all is fetched: the workers wait for the next run
         except BaseException:
             self.close()
             raise

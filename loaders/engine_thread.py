@@ -203,6 +203,8 @@ class ThreadRun:
                 raise error
             self._given += 1
             self._queue_next()
+            if self._given == len(self._batches):
+                self.close()
         except BaseException:
             self.close()
             raise

@@ -241,7 +241,28 @@ def test_a_killed_worker_is_an_error_within_seconds(packed: Path, sig: signal.Si
         assert len(list(killed)) == len(killed), "the next epoch has new workers"
 
 
+def test_workers_killed_between_epochs_are_replaced(packed: Path) -> None:
+    with loader(packed, "process", 2, transform=EvalCrop(16)) as killed:
+        first = len(list(killed))
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, signal.SIGKILL)
+        wait_until(lambda: not multiprocessing.active_children())
+        assert len(list(killed)) == first
+
+
 # ---------------------------------------------------------------- ending
+
+
+def test_workers_go_on_to_the_next_epoch(packed: Path) -> None:
+    """Also where the loop takes just as many batches as there are, and never asks for one more."""
+    with loader(packed, "process", 2, transform=EvalCrop(16)) as going:
+        workers = set()
+        for _ in range(3):
+            for _ in zip(range(len(going)), going, strict=False):
+                pass
+            gc.collect()
+            workers |= {child.pid for child in multiprocessing.active_children()}
+        assert len(workers) == 2
 
 
 @pytest.mark.parametrize(("engine", "workers"), ENGINES)
