@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch.utils.data
 
 from loaders.decode import Affine, affine
-from loaders.options import Normalize, TargetKind, mean_and_std
+from loaders.options import Normalize, TargetKind, parse_normalize
 from loaders.order import Numbers, resolve_subset
 from loaders.samples import Samples
 from loaders.source import PackedSource, Source
@@ -51,7 +51,7 @@ class PackedDataset(torch.utils.data.Dataset[Any]):
         self.source = source
         self.numbers = numbers_of(subset, source)
         self.samples = Samples(
-            source, fields=field_names(fields), transform=transform, normalize=to_affine(mean_and_std(normalize)),
+            source, fields=field_names(fields), transform=transform, normalize=to_affine(parse_normalize(normalize)),
             targets=targets, seed=seed,
         )
         self.epoch = 0

@@ -123,9 +123,9 @@ class SharedWriter:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor, part of the batch that is sent next."""
         nbytes = nbytes_of(shape, dtype)
-        block, offset = self._reserve(nbytes)
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype)
+        block, offset = self._reserve(nbytes)
         return torch.from_numpy(block.memory[offset : offset + nbytes]).view(dtype).view(tuple(shape))
 
     def _reserve(self, nbytes: int) -> tuple[_Block, int]:

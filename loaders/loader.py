@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from loaders.assemble import make_order, make_recipe, preloaded
+from loaders.assemble import make_engine, make_order, make_recipe, preloaded
 from loaders.batches import Made
 from loaders.device import DeviceRun, Normalizer, map_tensors
-from loaders.engine import Run, choose_engine
+from loaders.engine import Run
 from loaders.options import LoaderOptions
 from loaders.order import (
     Deal,
@@ -57,7 +57,7 @@ class Loader:
         self._order = make_order(source, options)
         self._opened = source
         self._pin = _pin(options)
-        self._engine = choose_engine(options, self._recipe, self._pin)
+        self._engine = make_engine(options, self._recipe, self._pin)
         self._next = Position(0, 0)
         self._progress: _Progress | None = None
         self._iteration: weakref.ref[Iteration] | None = None

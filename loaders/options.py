@@ -108,7 +108,7 @@ class LoaderOptions:
                 raise UsageError(f"{name} must be callable, got {type(value).__name__}")
         if (self.rank is None) != (self.world_size is None):
             raise UsageError("rank and world_size go together: give both, or neither to ask torch.distributed")
-        mean_and_std(self.normalize)
+        parse_normalize(self.normalize)
 
     @property
     def on_device(self) -> torch.device | None:
@@ -122,7 +122,7 @@ class LoaderOptions:
 
         A device asks for what a network eats, so it implies ImageNet's unless `normalize` says otherwise.
         """
-        return mean_and_std("imagenet" if self.normalize is None and self.device is not None else self.normalize)
+        return parse_normalize("imagenet" if self.normalize is None and self.device is not None else self.normalize)
 
     @property
     def image_dtype(self) -> torch.dtype:
@@ -130,7 +130,7 @@ class LoaderOptions:
         return torch.uint8 if self.mean_and_std is None else self.dtype
 
 
-def mean_and_std(normalize: Normalize) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+def parse_normalize(normalize: Normalize) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """(mean, std), three numbers each, from what the option `normalize` takes.
 
     Raises:

@@ -17,7 +17,7 @@ from loaders.fields import Buffer, check_readable, decode_field
 from loaders.geometry import Crop, apply_to_boxes, apply_to_mask
 from loaders.options import TargetKind
 from loaders.order import Numbers
-from loaders.source import Fetch, Source, picture_fields
+from loaders.source import Fetch, Source
 from loaders.transforms import Identity, Transform, adapt, sample_rng
 from packer.errors import BadImageError, PackerError, SampleError, ShardError, UsageError
 from packer.sample import is_image_field
@@ -31,6 +31,16 @@ _MASK_PREFIXES = ("mask", "seg", "segmentation", "object", "label", "annotation"
 def is_ours(transform: Callable[..., Any] | None) -> bool:
     """Whether a transform works from the encoded bytes with a generator of its own (see `loaders.transforms`)."""
     return transform is None or all(hasattr(transform, name) for name in ("into", "box", "output_shape"))
+
+
+def _is_mask_name(field: str) -> bool:
+    return "." in field and field.split(".", 1)[0] in _MASK_PREFIXES
+
+
+def picture_fields(source: Source) -> tuple[str, ...]:
+    """The fields that hold the picture itself: `jpg`, `png` …, or failing these `left.jpg`, but never `mask.png`."""
+    images = [field for field in source.fields if is_image_field(field) and not _is_mask_name(field)]
+    return tuple(field for field in images if "." not in field) or tuple(images)
 
 
 @dataclass(frozen=True)
@@ -79,15 +89,15 @@ class Samples:
         self.ours = is_ours(transform)
         self._crop = cast(Transform, Identity() if transform is None else transform) if self.ours else None
         self._adapted = None if self.ours else adapt(cast(Callable[..., Any], transform))
-        self.picture = self._picture()
+        self.picture = self._picture(targets or {})
         self.targets = self._target_kinds(targets or {})
         self.others = tuple(name for name in self.fields or () if name != self.picture)
         self.same_size = self._size_of_all()
 
     # ------------------------------------------------------------ what is asked for
 
-    def _picture(self) -> str | None:
-        """The field that the transform applies to: the first image field asked for."""
+    def _picture(self, targets: Mapping[str, TargetKind]) -> str | None:
+        """The field that the transform applies to: the first image field asked for that is no mask or target."""
         if self.fields is None:
             found = picture_fields(self.source)
             if not found:
@@ -100,8 +110,11 @@ class Samples:
             if name not in ABOUT:
                 for part in name.split(";"):
                     self._check_field(part)
-        pictures = set(picture_fields(self.source))
-        return next((name for name in self.fields if pictures & set(name.split(";"))), None)
+        for name in self.fields:
+            first = name.split(";")[0]
+            if name not in targets and is_image_field(first) and not _is_mask_name(first):
+                return name
+        return None
 
     def _check_field(self, name: str) -> None:
         if name not in self.source.fields:
@@ -116,8 +129,7 @@ class Samples:
         kinds = dict(given)
         for name in self.fields or ():
             if name != self.picture and name not in ABOUT and is_image_field(name):
-                prefix = name.split(".", 1)[0]
-                kinds.setdefault(name, "mask" if "." in name and prefix in _MASK_PREFIXES else "image")
+                kinds.setdefault(name, "mask" if _is_mask_name(name) else "image")
         return kinds
 
     def _size_of_all(self) -> tuple[int, int, int] | None:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from loaders.order import Numbers
 from packer.errors import UsageError
 from packer.packed import Packed
-from packer.sample import is_image_field
 
 #: Gives the bytes of the j-th of some samples, or None where it lacks the field. Safe in threads.
 Fetch = Callable[[int], bytes | memoryview | None]
@@ -252,8 +251,3 @@ class ConcatSource:
         """Close all parts."""
         for part in self.parts:
             part.close()
-
-
-def picture_fields(source: Source) -> tuple[str, ...]:
-    """The fields that hold the picture itself: image fields without a prefix (`jpg`, not `mask.png`)."""
-    return tuple(field for field in source.fields if is_image_field(field) and "." not in field)

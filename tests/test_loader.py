@@ -140,6 +140,15 @@ def test_pictures_that_keep_their_sizes_are_padded(packed: Path) -> None:
         assert label == labels[j]
 
 
+def test_padding_is_put_on_after_normalizing(packed: Path) -> None:
+    with make_loader(packed, batch_size=8, shuffle=False) as loader:
+        plain, _ = next(iter(loader))
+    with make_loader(packed, batch_size=8, shuffle=False, normalize=((0.5,) * 3, (0.25,) * 3)) as loader:
+        images, _ = next(iter(loader))
+    want = torch.where(plain.mask, (plain.data / 255 - 0.5) / 0.25, 0.0)
+    assert torch.allclose(images.data, want, atol=1e-5)
+
+
 def test_pictures_of_one_size_need_no_padding(equal_sized: Path) -> None:
     for transform in (None, Identity()):
         with make_loader(equal_sized, batch_size=8, shuffle=False, transform=transform) as loader:
