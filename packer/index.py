@@ -164,7 +164,7 @@ class Names:
             if until > len(raw):
                 raise wrong
             ends = np.frombuffer(raw, "<i8", count + 1, at).astype(np.int64)
-            if ends[0] != 0 or np.any(np.diff(ends) < 0) or until + ends[-1] > len(raw):
+            if ends[0] != 0 or np.any(ends[1:] < ends[:-1]) or until + int(ends[-1]) > len(raw):
                 raise wrong
             at = until + int(ends[-1])
             columns.append(Strings(raw.data[until:at], ends))

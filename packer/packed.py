@@ -145,16 +145,18 @@ class PackedSplit:
         if length < 0:
             return None
         shard, offset = int(row["shard"]), int(row[f"{field}:offset"])
-        if length > _LARGE and (end := os.fstat(self.descriptor(shard)).st_size) < offset + length:
+        fd = self.descriptor(shard)
+        if length > _LARGE and (end := os.fstat(fd).st_size) < offset + length:
             raise ShardError(self.complain(i, field, f"{length} bytes at offset {offset}, but the shard ends at {end}"))
-        data = os.pread(self.descriptor(shard), length, offset)
-        while len(data) < length:  # Linux gives at most 2 GiB at a time
-            more = os.pread(self.descriptor(shard), length - len(data), offset + len(data))
-            if not more:
-                raise ShardError(
-                    self.complain(i, field, f"truncated: {len(data)} of {length} bytes at offset {offset}")
-                )
-            data += more
+        try:
+            data = os.pread(fd, length, offset)
+            # Linux gives at most 2 GiB at a time.
+            while len(data) < length and (more := os.pread(fd, length - len(data), offset + len(data))):
+                data += more
+        except OSError as error:
+            raise ShardError(self.complain(i, field, f"cannot be read at offset {offset}: {error.strerror}")) from error
+        if len(data) < length:
+            raise ShardError(self.complain(i, field, f"truncated: {len(data)} of {length} bytes at offset {offset}"))
         if check and crc32c(data) != int(row[f"{field}:crc32c"]):
             raise ShardError(self.complain(i, field, f"crc32c mismatch at offset {offset}"))
         return data
@@ -166,15 +168,20 @@ class PackedSplit:
             ShardError: the shard is missing or ends before.
         """
         fd = self.descriptor(shard)
-        done = os.preadv(fd, (view,), offset)
-        while done < len(view):  # Linux gives at most 2 GiB at a time
-            got = os.preadv(fd, (view[done:],), offset + done)
-            if got == 0:
-                raise ShardError(
-                    f"{self.shard_path(shard)} is truncated: it ends before offset {offset + len(view)}; "
-                    f"run: packer verify {self.folder}"
-                )
-            done += got
+        done = 0
+        try:
+            while done < len(view) and (got := os.preadv(fd, (view[done:],), offset + done)):
+                done += got
+        except OSError as error:
+            raise ShardError(
+                f"{self.shard_path(shard)} cannot be read at offset {offset}: {error.strerror}; "
+                f"run: packer verify {self.folder}"
+            ) from error
+        if done < len(view):
+            raise ShardError(
+                f"{self.shard_path(shard)} is truncated: it ends before offset {offset + len(view)}; "
+                f"run: packer verify {self.folder}"
+            )
 
     def sample(self, i: int, *, check: bool = False) -> dict[str, bytes]:
         """All fields that sample i has."""

@@ -260,7 +260,7 @@ def _make_tiles(job: _Job, report: Report) -> dict[int, str]:
 
 def _tile(packed: PackedSplit, sample: int) -> str:
     row, key = packed.rows[sample], packed.key(sample)
-    where = f"{key}\n{packed.split.name}, sample {sample}, {packed.shards[int(row['shard'])].name}"
+    where = f"{key}\n{packed.split.name}, sample {sample}, {os.path.basename(packed.shard_path(int(row['shard'])))}"
     field = next((name for name in picture_fields(packed.fields) if row[f"{name}:length"] >= 0), None)
     if field is None:
         held = ", ".join(

@@ -1,0 +1,88 @@
+"""An index or names file made to do harm, with checksums that fit, ends in an error in words, whoever reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import picture
+from crc32c import crc32c
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from packer.errors import PackerError
+from packer.manifest import FILE, checksum
+from packer.pack import PackOptions, pack
+from packer.packed import Packed
+from packer.plan import PlanOptions
+from packer.sources.folder import FolderSource
+from packer.stats import stats
+from packer.unpack import unpack
+from packer.verify import verify
+from packer.view import view
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hostile")
+    for number, name in enumerate(["cat/a.jpg", "cat/b.png", "dog/a.jpg", "dog/c.jpg"]):
+        (root / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(number, (60 + number, 50)).save(root / "src" / name)
+    pack(FolderSource(str(root / "src")), root / "out", PackOptions(plan=PlanOptions(shard_samples=2)))
+    return root / "out"
+
+
+def write_with_fitting_checksums(out: Path, name: str, data: bytes) -> None:
+    (out / name).write_bytes(data)
+    value = json.loads((out / FILE).read_text())
+    value["sidecars"][name] = {"bytes": len(data), "crc32c": crc32c(data)}
+    (out / FILE).write_text(json.dumps(value | {"crc32c": checksum(value)}))
+
+
+def read_everything(out: Path) -> object:
+    return [split.sample(i, check=True) for split in Packed(out).values() for i in range(len(split))]
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "read": read_everything,
+    "stats": lambda out: stats(out, workers=1),
+    "view": lambda out: view(out, out.parent / "page.html", workers=1),
+    "unpack": lambda out: unpack(out, out.parent / "dst", workers=1),
+}
+NUMBERS = [0, 1, -1, -2, 2**31 - 1, -(2**31), 2**32, 2**40, 2**62, 2**63 - 1, -(2**63)]
+EDGES = st.sampled_from(
+    [number.to_bytes(8, "little", signed=True) for number in NUMBERS]
+    + [b"\xff\xff\xff\x7f", b"\xff" * 4, b"../", b"/", b"\0", b"<b>", b"\n", b""]
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(["train.index.npy", "train.names"]), where=st.floats(0, 1), edge=EDGES, cut=st.booleans())
+def test_readers_end_in_words(intact: Path, name: str, where: float, edge: bytes, cut: bool) -> None:
+    before = {file: (intact / file).read_bytes() for file in (name, FILE)}
+    data = before[name]
+    # The columns begin behind a header that other tests attack; numbers lie at multiples of four.
+    at = int(where * len(data)) & ~3
+    changed = data[:at] + edge + (b"" if cut else data[at + len(edge) :])
+    try:
+        write_with_fitting_checksums(intact, name, changed)
+        for read in READERS.values():
+            try:
+                read(intact)
+            except PackerError as error:
+                assert str(error)
+        for problem in verify(intact, workers=1, deep=True).problems:
+            assert str(problem).isprintable()
+        assert set(os.listdir(intact.parent)) <= {"src", "out", "dst", "page.html"}
+    finally:
+        for file, content in before.items():
+            (intact / file).write_bytes(content)
+        shutil.rmtree(intact.parent / "dst", ignore_errors=True)
+
+
+def test_the_changes_are_undone(intact: Path) -> None:
+    assert verify(intact, deep=True).problems == []
