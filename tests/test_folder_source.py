@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packer.errors import SourceError, UsageError
@@ -120,7 +120,7 @@ def test_a_file_named_as_an_extension_is_no_picture(tmp_path: Path) -> None:
 
 
 @given(tree=trees(picture_names, max_size=6))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_any_names_become_samples_whose_paths_come_back(
     tmp_path_factory: pytest.TempPathFactory, tree: list[bytes]
 ) -> None:
@@ -155,7 +155,7 @@ class_names = file_names.filter(lambda name: not name.startswith(b".") and len(n
 
 
 @given(names=st.sets(class_names, min_size=1, max_size=8), data=st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_classes_are_ordered_as_torchvision_does(
     tmp_path_factory: pytest.TempPathFactory, names: set[bytes], data: st.DataObject
 ) -> None:
@@ -450,7 +450,7 @@ def test_dotted_names(tmp_path: Path, names: list[str], groups: list[str]) -> No
 
 
 @given(names=st.sets(file_names, min_size=1, max_size=10))
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 def test_no_sidecar_is_lost_or_doubled(tmp_path_factory: pytest.TempPathFactory, names: set[bytes]) -> None:
     root = make(tmp_path_factory.mktemp("tree"), *names)
     make(root, "real.jpg")
@@ -566,7 +566,7 @@ def test_trees_whose_names_follow_another_rule_are_named(tmp_path: Path) -> None
 
 
 @given(data=st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_no_file_of_parallel_trees_is_lost_or_doubled(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

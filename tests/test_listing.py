@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from packer.errors import SourceError, UsageError
 from packer.sources.listing import Filter, Listing, list_folder
@@ -59,7 +59,7 @@ def test_names_that_are_an_extension_have_none(tmp_path: Path) -> None:
 
 
 @given(tree=trees(max_size=6))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_any_names_are_listed(tmp_path_factory: pytest.TempPathFactory, tree: list[bytes]) -> None:
     root = make(tmp_path_factory.mktemp("tree"), *tree)
     listing = list_folder(str(root))

@@ -226,8 +226,9 @@ class _Scanner:
         trees = ParallelTrees.of(self.placed)
         for folder in trees.outside:
             self._skip(folder, "outside the parallel trees")
-        within = {folder.path: split for split, group in self.groups.items() for _, folder in group}
-        if self.layout != "splits":
+        if self.layout == "splits":
+            within = {folder.path: split for split, group in self.groups.items() for _, folder in group}
+        else:
             within = {folder.path: _split_below(path) for path, folder in self.placed}
         for split in sorted(set(within.values()), key=SPLITS.index):
             for folder, files in trees.pair([p for p in self.placed if within[p[1].path] == split]):
@@ -248,9 +249,9 @@ class _Scanner:
         ):
             files = [(folder.prefix + name, size, known[number]), *sorted(companions.get(stem, ()), key=_field_of)]
             if several[stem] > 1 and len(files) > 1:
-                several_say = f"several pictures have the stem of {printable(files[1][0])}"
-                self.out.problems.append((files[0][0], several_say))
-                shared.update((path, several_say) for path, _, _ in files[1:])
+                whose = f"several pictures have the stem of {printable(files[1][0])}"
+                self.out.problems.append((files[0][0], whose))
+                shared.update((path, whose) for path, _, _ in files[1:])
             elif reason := problem_of(files):
                 self.out.problems += [(path, reason) for path, _, _ in files]
             else:
