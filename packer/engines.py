@@ -27,6 +27,10 @@ Report = Callable[[int, int], None]
 _POLL_S = 0.1
 
 
+def no_report(_done: int, _bytes: int) -> None:
+    """A `Report` that nobody reads."""
+
+
 class Engine(Protocol):
     """Runs independent tasks and hands their results back as they finish, in any order."""
 

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from crc32c import crc32c
 
-from packer.errors import ManifestError, ShardError
+from packer.errors import ManifestError, ShardError, UsageError
 from packer.index import Names, Rows, load_rows
 from packer.manifest import Manifest, Shard, Split
 from packer.sample import printable
@@ -58,6 +58,12 @@ class Packed(Mapping[str, "PackedSplit"]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._splits)
+
+    def only(self, split: str | None) -> dict[str, PackedSplit]:
+        """The split of this name alone, or all where it is None. Raises UsageError where there is no such split."""
+        if split is not None and split not in self:
+            raise UsageError(f"{self.folder} has no split {split!r}; it has: {', '.join(self) or 'none'}")
+        return {name: packed for name, packed in self.items() if split in (None, name)}
 
     def __len__(self) -> int:
         return len(self._splits)

@@ -180,6 +180,7 @@ class _Check:
     def __init__(self, task: ShardCheck, fd: int, size: int, found: _Found, report: Report) -> None:
         self.task, self.fd, self.size, self.found, self.report = task, fd, size, found, report
         self._crc = 0
+        self._damage_named = False  # then the checksum of the whole file says nothing new
 
     def run(self) -> None:
         task = self.task
@@ -194,11 +195,9 @@ class _Check:
             self._read(_Ranges(np.zeros(0, np.dtype([])), ()))
         if self.size == task.shard.bytes:
             self._compare_headers()
-        if self.size == task.shard.bytes and self._crc != task.shard.crc32c and not self.found.count:
-            self._say(
-                "crc32c of the whole file differs from dataset.json: "
-                + ("bytes outside the samples were changed" if task.rows is not None else "it was changed")
-            )
+        if self.size == task.shard.bytes and self._crc != task.shard.crc32c and not self._damage_named:
+            where = ": bytes outside the samples were changed" if task.rows is not None and not self.found.count else ""
+            self._say(f"crc32c of the whole file differs from dataset.json{where}")
 
     # ---- saying where
 
@@ -283,6 +282,7 @@ class _Check:
         until = int(np.searchsorted(ranges.part, len(checksums))) if len(ranges) else 0
         computed = np.array(checksums, np.int64)[ranges.part[done:until]] if until > done else np.zeros(0, np.int64)
         same = computed == ranges.stored[done:until]
+        self._damage_named |= not same.all()
         for i in (done + np.flatnonzero(~same)).tolist():
             self._about(
                 ranges,
@@ -363,6 +363,7 @@ class _Check:
             else:
                 self._compare_samples(samples, self.task.rows, self.task.keys)
         except ShardError as error:
+            self._damage_named = True
             offset = getattr(error, "offset", None)
             self._say(
                 getattr(error, "what", str(error)), None if offset is None else self._sample_at(offset), offset=offset

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from packer.engines import Report, local_engine
-from packer.errors import BadImageError, UsageError
+from packer.engines import Report, local_engine, no_report
+from packer.errors import BadImageError
 from packer.index import Rows
 from packer.packed import Packed, PackedSplit
 from packer.pictures import decode_rgb, picture_fields
@@ -159,15 +159,14 @@ def stats(
 
     Raises:
         ManifestError: no packed dataset.
+        UsageError: no such split.
         ShardError: a shard is truncated or damaged.
 
     >>> stats("out/", split="train", sample=2000)["train"].channels.mean     # doctest: +SKIP
     (0.4803, 0.4569, 0.4081)
     """
     dataset = Packed(folder)
-    if split is not None and split not in dataset:
-        raise UsageError(f"{dataset.folder} has no split {split!r}; it has: {', '.join(dataset)}")
-    splits = {name: packed for name, packed in dataset.items() if split in (None, name)}
+    splits = dataset.only(split)
     chosen = {name: _choose(packed, sample) for name, packed in splits.items()}
     sums = {name: _Sums() for name in splits}
     tasks = [
@@ -175,13 +174,9 @@ def stats(
         for name, samples in chosen.items()
         for i in range(0, len(samples), _AT_ONCE)
     ]
-    for name, found in local_engine(workers, len(tasks)).run(_decode, tasks, progress or _ignore):
+    for name, found in local_engine(workers, len(tasks)).run(_decode, tasks, progress or no_report):
         sums[name].add(found)
     return {name: _split_stats(packed, dataset.manifest.classes, sums[name]) for name, packed in splits.items()}
-
-
-def _ignore(pictures: int, bytes: int) -> None:  # noqa: A002
-    """A progress report that nobody reads."""
 
 
 # ---------------------------------------------------------------- from the index

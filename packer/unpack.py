@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from crc32c import crc32c
 
-from packer.engines import Report, local_engine
+from packer.engines import Report, local_engine, no_report
 from packer.errors import ManifestError, ShardError, UnsafeNameError, UsageError
 from packer.index import Rows
 from packer.packed import Packed, PackedSplit
@@ -96,9 +96,7 @@ def prepare_unpack(
 ) -> Prepared:
     """The first half of `unpack`: choose, and refuse what cannot be restored."""
     dataset = Packed(folder)
-    if split is not None and split not in dataset:
-        raise UsageError(f"{dataset.folder} has no split {split!r}; it has: {', '.join(dataset)}")
-    splits = [dataset[name] for name in dataset if split in (None, name)]
+    splits = list(dataset.only(split).values())
     parts = [_Files.of(packed, chosen) for packed, chosen in zip(splits, _choose(splits, keys, limit), strict=True)]
     _check_names(dataset.folder, parts)
     result = Unpacked(
@@ -117,14 +115,10 @@ def unpack_prepared(
     with Place(os.fspath(dst)) as place:
         shards = sum(len(part.packed.shards) for part in prepared.parts)
         tasks = (task for part in prepared.parts for task in part.tasks(place.work))
-        for _ in local_engine(workers, shards).run(_write_files, tasks, progress or _ignore):
+        for _ in local_engine(workers, shards).run(_write_files, tasks, progress or no_report):
             pass
         place.finish()
     return prepared.result
-
-
-def _ignore(files: int, bytes: int) -> None:  # noqa: A002
-    """A progress report that nobody reads."""
 
 
 # ---------------------------------------------------------------- what to write

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from packer.engines import Report, local_engine
+from packer.engines import Report, local_engine, no_report
 from packer.errors import ManifestError, UsageError
 from packer.finish import WEBDATASET, wids_index
 from packer.formats import get_format
@@ -81,14 +81,10 @@ def verify(
         for task in _split_tasks(folder, manifest, split, problems, deep=deep)
     )
     in_shards: list[Problem] = []
-    for found in local_engine(workers, len(order)).run(check_shard, tasks, progress or _ignore):
+    for found in local_engine(workers, len(order)).run(check_shard, tasks, progress or no_report):
         in_shards += found
     in_shards.sort(key=lambda problem: order[problem.file])
     return Verified([*problems, *in_shards], manifest.samples, len(order), manifest.bytes)
-
-
-def _ignore(samples: int, bytes: int) -> None:  # noqa: A002
-    """A progress report that nobody reads."""
 
 
 def _shards(manifest: Manifest) -> Iterator[Shard]:

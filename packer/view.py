@@ -19,8 +19,8 @@ import numpy as np
 
 from packer import __version__
 from packer import view_page as html
-from packer.engines import Report, local_engine
-from packer.errors import BadImageError, UsageError
+from packer.engines import Report, local_engine, no_report
+from packer.errors import BadImageError
 from packer.packed import Packed, PackedSplit
 from packer.pictures import Picture, decode_rgb, picture_fields
 from packer.stats import spread
@@ -75,6 +75,7 @@ def view(
 
     Raises:
         ManifestError: no packed dataset.
+        UsageError: no such split.
         ShardError: a shard is truncated or damaged.
         OutputError: the file cannot be written.
 
@@ -82,18 +83,12 @@ def view(
     600
     """
     dataset = Packed(folder)
-    if split is not None and split not in dataset:
-        raise UsageError(f"{dataset.folder} has no split {split!r}; it has: {', '.join(dataset)}")
-    shown = _Shown([packed for name, packed in dataset.items() if split in (None, name)], dataset.manifest.classes)
+    shown = _Shown(list(dataset.only(split).values()), dataset.manifest.classes)
     groups = list(shown.groups(per_class))
-    tiles = _tiles(shown, groups, workers, progress or _ignore)
+    tiles = _tiles(shown, groups, workers, progress or no_report)
     page = _page(dataset, shown, groups, tiles).encode("utf-8")
     write_atomic(os.fspath(output), [page])
     return Page(os.fspath(output), len(tiles), len(groups), len(page))
-
-
-def _ignore(pictures: int, bytes: int) -> None:  # noqa: A002
-    """A progress report that nobody reads."""
 
 
 def _page(dataset: Packed, shown: _Shown, groups: Sequence[_Group], tiles: dict[int, str]) -> str:
