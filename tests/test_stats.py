@@ -147,7 +147,7 @@ def test_a_random_part_is_always_the_same(source: Path) -> None:
 
 def test_sizes_that_the_index_lacks_come_from_decoding(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
-    picture(1, (30, 20)).save(tmp_path / "src" / "a.avif")
+    picture(1, (30, 20)).save(tmp_path / "src" / "a.png")
     source = packed(tmp_path / "src", check="none")
     rows = np.load(source / "train.index.npy")
     rows["height"] = rows["width"] = -1

@@ -310,10 +310,11 @@ def test_a_folder_with_something_in_it_is_left_alone(
 
 def test_a_working_directory_stays_the_same_folder(odd: Path, tmp_path: Path) -> None:
     run = (
-        "import sys; from packer.unpack import unpack; import os; unpack(sys.argv[1], '.'); print(len(os.listdir('.')))"
+        "import os, sys; from packer.unpack import unpack; os.chdir(sys.argv[2]); unpack(sys.argv[1], '.')\n"
+        "print(len(os.listdir('.')))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", run, odd / "out"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", run, odd / "out", tmp_path], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "2\n"
     assert tree(tmp_path) == tree(odd / "src")
