@@ -56,7 +56,7 @@ def unpack(
 
     Args:
         folder: the packed dataset.
-        dst: a folder that is new or empty. It stays empty until all is written.
+        dst: a folder that is new or empty. It stays so until all is written (to the page cache, as tar does).
         split: only this split.
         keys: only samples with one of these keys or original paths.
         limit: only the first so many of them.
