@@ -146,6 +146,24 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(src: Path, tmp_path: Path,
     assert "1 problem(s) found by name and size; nothing was written. Packing would stop here" in result.stdout
 
 
+@pytest.mark.parametrize("check", ["header", "decode"])
+def test_a_dry_run_looks_into_every_picture_when_asked(src: Path, tmp_path: Path, run_packer: Run, check: str) -> None:
+    pictures = sorted(p for p in (src / "train").rglob("*.*") if p.is_file())
+    cut, text = pictures[0], pictures[-1]
+    cut.write_bytes(cut.read_bytes()[:-20])
+    text.write_bytes(b"no picture")
+    quick = run_packer("shard", src, tmp_path / "out", "--dry-run")
+    assert quick.exit_code == 0 and "0 problem(s)" in quick.stdout
+    result = run_packer("shard", src, tmp_path / "out", "--dry-run", "--check", check, "--json")
+    assert result.exit_code == 1
+    named = [path for path, _ in json.loads(result.stdout)["problems"]]
+    assert named == sorted([str(cut.relative_to(src)), str(text.relative_to(src))])
+    assert (
+        run_packer("shard", src, tmp_path / "out", "--dry-run", "--check", check, "--on-error", "skip").exit_code == 0
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_dry_run_foretells_the_very_sizes(src: Path, tmp_path: Path, run_packer: Run) -> None:
     plan = json.loads(run_packer("shard", src, tmp_path / "out", "--dry-run", "--json", "--shard-size", "9kB").stdout)
     run_packer("shard", src, tmp_path / "out", "--shard-size", "9kB")

@@ -111,8 +111,15 @@ class PackBars:
 
     def start_packing(self, samples: int, bytes: int) -> None:  # noqa: A002
         """The scan is over, packing begins."""
+        self._start("packing", samples, bytes)
+
+    def start_checking(self, samples: int, bytes: int) -> None:  # noqa: A002
+        """The scan is over, a dry run looks into every picture."""
+        self._start("checking", samples, bytes)
+
+    def _start(self, what: str, samples: int, size: int) -> None:
         self.close()
-        self._bar = Bar("packing", "samples", samples, bytes, quiet=self.quiet)
+        self._bar = Bar(what, "samples", samples, size, quiet=self.quiet)
 
     def packed(self, samples: int, bytes: int) -> None:  # noqa: A002
         """So much more was packed."""

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from packer.cli.options import Bytes, Fold, SplitFractions, as_json, human_bytes, quiet, workers
 from packer.errors import UsageError
@@ -123,11 +124,17 @@ if TYPE_CHECKING:
     show_default=True,
     help="What a broken image does: stop with its name, or be left out and counted.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan and every problem found; write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the plan and every problem found; write nothing. Looks at names and sizes; "
+    "with --check header or --check decode, into every picture too.",
+)
 @workers
 @as_json
 @quiet
-def command(**options: Any) -> None:
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
     """Pack SRC into shards in the folder OUT.
 
     SRC is a folder of pictures (one folder per class, train/val/test splits, sidecar files,
@@ -143,6 +150,7 @@ def command(**options: Any) -> None:
       packer shard part-a/ part-b/ all/
     """
     from packer.cli.progress import PackBars
+    from packer.examine import examine
     from packer.pack import pack_prepared, prepare
     from packer.withdraw import Withdrawn, check_withdrawn, read_keys, selection
 
@@ -160,7 +168,14 @@ def command(**options: Any) -> None:
         prepared = prepare(source, pack_options, choose=choose, progress=bars.scanning)
         bars.close()
         if options["dry_run"]:
-            _print_plan(prepared, as_json=options["as_json"])
+            found = None
+            if ctx.get_parameter_source("check") is ParameterSource.COMMANDLINE and options["check"] != "none":
+                bars.start_checking(len(prepared.scan), int(prepared.scan.sizes.sum()))
+                found = examine(prepared, bars.packed)
+            bars.close()
+            _print_plan(prepared, found, as_json=options["as_json"])
+            if (prepared.scan.problems or found) and options["on_error"] == "raise":
+                ctx.exit(1)
             return
         if not options["quiet"]:
             click.echo(f"layout: {prepared.scan.layout} ({prepared.scan.rule})", err=True)
@@ -274,13 +289,13 @@ def _pack_options(options: dict[str, Any]) -> Any:
 # ---------------------------------------------------------------- what is printed
 
 
-def _print_plan(prepared: Prepared, *, as_json: bool) -> None:
+def _print_plan(prepared: Prepared, found: list[tuple[str, str]] | None, *, as_json: bool) -> None:
     import json
 
     from packer.sample import printable
 
     scan, plan = prepared.scan, prepared.plan
-    problems = [(printable(path), reason) for path, reason in scan.problems]
+    problems = [*((printable(path), reason) for path, reason in scan.problems), *(found or [])]
     if as_json:
         click.echo(
             json.dumps(
@@ -317,7 +332,13 @@ def _print_plan(prepared: Prepared, *, as_json: bool) -> None:
     for path, reason in problems:
         click.echo(f"problem  {path}: {reason}")
     click.echo(
-        f"{len(problems)} problem(s) found by name and size; nothing was written"
+        f"{len(problems)} problem(s) found "
+        + (
+            "by name and size (--check header looks into every picture)"
+            if found is None
+            else "in names, sizes and pictures"
+        )
+        + "; nothing was written"
         + (". Packing would stop here; --on-error skip leaves them out" if problems else "")
     )
 
