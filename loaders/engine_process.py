@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import traceback
+import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -123,7 +124,10 @@ class _Worker:
         self.under_way = 0
         self.process = context.Process(target=_main, args=(theirs, recipe, keep, threads), name=name, daemon=True)
         try:
-            self.process.start()
+            with warnings.catch_warnings():
+                # Python 3.12 warns of a fork beside threads, and torch's own sleep in every process that used it.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.process.start()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             self.connection.close()
             raise UsageError(

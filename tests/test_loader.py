@@ -503,8 +503,10 @@ def test_hooks_for_batches(packed: Path) -> None:
         labels = next(iter(loader))[1]
     with make_loader(packed, shuffle=False, transform=EvalCrop(8)) as plain:
         assert torch.equal(labels, next(iter(plain))[1] * 2)
-    with make_loader(packed, batch_size=16, transform=EvalCrop(8), collate_fn=count_samples) as loader:
-        assert list(loader) == [16, 16, 8]
+    for engine in ("auto", "thread"):
+        options: dict[str, Any] = {"collate_fn": count_samples, "engine": engine, "num_workers": 2}
+        with make_loader(packed, batch_size=16, transform=EvalCrop(8), **options) as loader:
+            assert list(loader) == [16, 16, 8]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
