@@ -7,7 +7,7 @@ printed beside. The start-up time of `packer` and of the ShardWriter script, mea
 of one file, is subtracted from theirs. `tar cf` leaves its data in the page cache, packer makes
 every shard durable before it gets its name; so tar is measured both as it is and with an fsync
 of its file, and both ratios are given. ShardWriter writes the same samples (jpg and cls members,
-integer times) without checksum or index.
+integer times) without checksum or index. Before each run as much page cache as it will need is touched once.
 
     scripts/bench_pack.py /data/imagenet-like --scratch /disk/tmp --scratch /dev/shm --runs 7 --json pack.json
 
@@ -45,6 +45,8 @@ with wds.ShardWriter(os.path.join(out, "train-%06d.tar"), maxsize=512_000_000, v
                 with open(path, "rb") as f:
                     sink.write({"__key__": key, "jpg": f.read(), "cls": label})
 """
+
+_touched_bytes = 0
 
 
 def main() -> None:
@@ -112,6 +114,8 @@ def measure(source: str, images: int, folder: str, runs: int) -> dict[str, dict[
     out, tar = os.path.join(folder, "out"), os.path.join(folder, "t.tar")
     packer = [sys.executable, "-m", "packer", "shard"]
     writer = [sys.executable, "-c", SHARD_WRITER]
+    global _touched_bytes
+    _touched_bytes = sum(os.path.getsize(os.path.join(top, n)) for top, _, names in os.walk(source) for n in names)
     candidates: dict[str, Callable[[], tuple[float, int]]] = {
         "tar cf": lambda: run(["tar", "cf", tar, "-C", source, "."], tar),
         "tar cf + fsync": lambda: run(["tar", "cf", tar, "-C", source, "."], tar, sync=True),
@@ -160,7 +164,7 @@ def run(command: list[str], produced: str, *, sync: bool = False, make: bool = F
     """Wall seconds and peak resident kilobytes of one process; what it produced is removed afterwards."""
     if make:
         os.makedirs(produced)
-    os.sync()
+    _touch_memory(os.path.dirname(produced))
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -176,6 +180,22 @@ def run(command: list[str], produced: str, *, sync: bool = False, make: bool = F
     elif os.path.exists(produced):
         os.unlink(produced)
     return seconds, usage.ru_maxrss
+
+
+def _touch_memory(folder: str) -> None:
+    """Give every run page-cache memory in the same state.
+
+    A virtual machine hands memory back to its host some seconds after it was freed, and whoever
+    touches it next waits for the host: as much as the whole of packing. So a file as large as
+    what will be written is written and removed just before.
+    """
+    path = os.path.join(folder, "touch")
+    block = bytes(8 << 20)
+    with open(path, "wb", buffering=0) as f:
+        for _ in range(_touched_bytes // len(block) + 1):
+            f.write(block)
+    os.unlink(path)
+    os.sync()
 
 
 def show(kind: str, images: int, result: dict[str, dict[str, object]]) -> None:
