@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from loaders.collate import Empty, collate_into
+from loaders.collate import Empty, Padded, collate_into
 from loaders.decode import decode_many_into
 from loaders.order import Numbers
-from loaders.samples import ABOUT, Reads, Samples
+from loaders.samples import Reads, Samples
 from packer.errors import PackerError, SampleError
 
 #: A run of samples is handed to a worker at once; runs of less than this cost more in queueing than they balance.
@@ -157,41 +157,35 @@ class Batches:
         return Made(self._assemble(draft), skipped)
 
     def _assemble(self, draft: Draft) -> Any:
-        samples = self.samples
-        images = None if draft.images is None else self._layout(draft.images, draft.empty)
-        if images is not None and samples.fields is None:
-            return images, self._labels(draft)
-        if images is None and self.collate_fn is not None:
+        samples, empty = self.samples, draft.empty
+        if self.collate_fn is not None:
             return self.collate_fn(draft.values)
-        if self._pictures_only:
-            known = {samples.picture: images, "__label__": self._labels(draft)}
-            known["__index__"] = torch.from_numpy(draft.numbers.astype(np.int64))
-            return {name: known[name] for name in samples.fields or ()}
-        batch = collate_into(draft.values, draft.empty)
-        if images is None:
-            return self._cast(batch, draft.empty)
-        return {name: images if name == samples.picture else batch[name] for name in samples.fields or ()}
-
-    def _labels(self, draft: Draft) -> torch.Tensor:
-        """(n,) int64"""
-        labels = self.samples.source.column("label")[draft.numbers]
-        return torch.from_numpy(labels.astype(np.int64))
-
-    def _cast(self, batch: Any, empty: Empty) -> Any:
-        """The batch of a list of samples with its picture in the asked layout."""
-        picture = self.samples.picture
-        if picture is None:
+        if self._pictures_only and draft.images is not None:
+            return self._assemble_pictures(draft, self._layout(draft.images, empty))
+        batch = collate_into(draft.values, empty)
+        if samples.fields is None:
+            images, labels = batch
+            return self._layout(images, empty), labels
+        if samples.picture is None:
             return batch
+        images = self._layout(batch[samples.picture] if draft.images is None else draft.images, empty)
+        return {name: images if name == samples.picture else batch[name] for name in samples.fields}
+
+    def _assemble_pictures(self, draft: Draft, images: torch.Tensor) -> Any:
+        """A batch of pictures and what the index knows: nothing of it was made sample by sample."""
+        labels = torch.from_numpy(self.samples.source.column("label")[draft.numbers].astype(np.int64))
         if self.samples.fields is None:
-            image, label = batch
-            return self._layout(image, empty), label
-        return {**batch, picture: self._layout(batch[picture], empty)}
+            return images, labels
+        known = {"__label__": labels, "__index__": torch.from_numpy(draft.numbers.astype(np.int64))}
+        return {name: known.get(name, images) for name in self.samples.fields}
 
     def _layout(self, images: Any, empty: Empty) -> Any:
-        """Images in the dtype and memory format asked for."""
-        if not isinstance(images, torch.Tensor):
-            return images._replace(data=self._layout(images.data, empty)) if hasattr(images, "_replace") else images
-        dtype = self.dtype if images.is_floating_point() else images.dtype
+        """Images in the memory format asked for and, where they were normalised here, in the dtype."""
+        if isinstance(images, Padded):
+            return images._replace(data=self._layout(images.data, empty))
+        if not isinstance(images, torch.Tensor):  # whatever a transform from elsewhere makes
+            return images
+        dtype = images.dtype if self.samples.normalize is None else self.dtype
         wanted = torch.channels_last if self.channels_last and images.ndim == 4 else torch.contiguous_format
         if dtype == images.dtype and images.is_contiguous(memory_format=wanted):
             return images
@@ -217,6 +211,3 @@ def _is_defect(error: SampleError) -> bool:
     cause = error.__cause__
     # Pillow's own complaints are OSErrors too, but have no errno.
     return not isinstance(cause, MemoryError) and not (isinstance(cause, OSError) and cause.errno is not None)
-
-
-__all__ = ["ABOUT", "Batches", "Draft", "Made"]

@@ -85,7 +85,8 @@ class BufferPool:
         with self._lock:
             while self._returned:
                 self._free.append(self._returned.popleft())
-            fits = [block for block in self._free if nbytes <= len(block) <= 2 * nbytes + 4096]
+            # The block that came back last is the likeliest to be in a cache still.
+            fits = [block for block in reversed(self._free) if nbytes <= len(block) <= 2 * nbytes + 4096]
             found = min(fits, key=len, default=None)
             self._free = [block for block in self._free if block is not found][-self._keep :]
         return np.empty(rounded(nbytes), np.uint8) if found is None else found

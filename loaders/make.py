@@ -89,8 +89,8 @@ class LoaderMaker:
             rank: this process among `world_size`; None: as torch.distributed says when the epoch begins.
             world_size: see `rank`.
             subset: sample numbers, a mask, keys, or a fold: "2/5", or "-2/5" for all but it.
-            targets: how fields beside the picture are read: "mask", "yolo", "xyxy" (these follow the picture's crop),
-                or "image".
+            targets: how fields beside the picture are read: "mask", "yolo", "xyxy" (these follow the picture's
+                crop), "image" (RGB, whole), "stored" (whole, channels and bits as in the file: 16-bit grey is uint16).
             sampling: class-balanced, weighted, bucketed or longer epochs.
             batch_transform: called with each batch on its device, for MixUp and the like.
             dtype: of normalised images: float32, float16 or bfloat16.

@@ -15,12 +15,12 @@ from packer.errors import UsageError
 
 Normalize: TypeAlias = Literal["imagenet", False] | tuple[Sequence[float], Sequence[float]] | None
 EngineName: TypeAlias = Literal["auto", "thread", "process"]
-TargetKind: TypeAlias = Literal["mask", "yolo", "xyxy", "image"]
+TargetKind: TypeAlias = Literal["mask", "yolo", "xyxy", "image", "stored"]
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 ENGINES = ("auto", "thread", "process")
 PRELOADS = ("memory", "decoded", "shm")
-TARGETS = ("mask", "yolo", "xyxy", "image")
+TARGETS = ("mask", "yolo", "xyxy", "image", "stored")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

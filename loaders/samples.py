@@ -69,8 +69,9 @@ class Samples:
         transform: ours, or any callable that takes a PIL image or a uint8 tensor.
         normalize: (scale, bias) for the picture, or None to leave it uint8.
         targets: for fields beside the picture: `mask` (nearest neighbour, the picture's crop),
-            `yolo` or `xyxy` (boxes as text, the picture's crop), `image`. Image fields named like
-            a mask (`mask.png`, `seg.png`) are masks without being listed.
+            `yolo` or `xyxy` (boxes as text, the picture's crop), `image` (RGB, whole), `stored` (whole, with
+            the channels and bits that the file has). Image fields named like a mask (`mask.png`, `seg.png`)
+            are masks without being listed.
         seed: decides, with epoch and sample number, all that is random.
 
     Raises:
@@ -107,9 +108,8 @@ class Samples:
                 )
             return ";".join(found)
         for name in self.fields:
-            if name not in ABOUT:
-                for part in name.split(";"):
-                    self._check_field(part)
+            for part in () if name in ABOUT else name.split(";"):
+                self._check_field(part)
         for name in self.fields:
             first = name.split(";")[0]
             if name not in targets and is_image_field(first) and not _is_mask_name(first):
@@ -275,6 +275,8 @@ class Samples:
             return decode_field(name.split(";")[0], data)
         if kind == "image":
             return torch.from_numpy(decode_image(data)).permute(2, 0, 1)
+        if kind == "stored":
+            return torch.from_numpy(decode_image(data, mode=None)).permute(2, 0, 1)
         shape = self.output_shape
         if kind == "mask":
             mask = decode_image(data, mode=None)

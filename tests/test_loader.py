@@ -252,6 +252,35 @@ def test_masks_and_boxes_follow_the_crop(tmp_path: Path) -> None:
         assert box[0] == 3 and abs(box[1] - want[0]) < 0.04 and abs(box[2] - want[1]) < 0.04
 
 
+def test_sixteen_bits_are_kept_on_request(tmp_path: Path) -> None:
+    root = tmp_path / "src" / "c0"
+    root.mkdir(parents=True)
+    pixels = np.arange(30 * 20, dtype=np.uint16).reshape(30, 20) * 109
+    for i, size in enumerate([(30, 20), (20, 20)]):
+        Image.fromarray(pixels[: size[0], : size[1]]).save(root / f"p{i}.png")
+    out = pack_tree(tmp_path / "src", tmp_path / "out", shuffle=False)
+    with make_loader(out, fields=("png",), targets={"png": "stored"}, shuffle=False, num_workers=1) as loader:
+        [batch] = loader
+    assert batch["png"].data.dtype == torch.uint16
+    assert np.array_equal(batch["png"].data[0, 0].numpy(), pixels)
+    with make_loader(out, shuffle=False, num_workers=1) as loader:
+        images, _ = next(iter(loader))
+    assert np.array_equal(images.data[0, 0].numpy(), np.rint(pixels / 257).astype(np.uint8))
+
+
+def to_double(image: Any) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(image.resize((8, 8)), np.float64))
+
+
+def test_what_a_foreign_transform_gives_is_not_cast(packed: Path) -> None:
+    with make_loader(packed, transform=to_double, num_workers=1) as loader:
+        images, _ = next(iter(loader))
+    assert (images.dtype, images.shape) == (torch.float64, (40, 8, 8, 3))
+    refused = pytest.raises(SampleError, match=r"normalize works on uint8 pixels, .* gives a torch\.float64")
+    with make_loader(packed, transform=to_double, normalize="imagenet", num_workers=1) as loader, refused:
+        next(iter(loader))
+
+
 def test_unknown_fields_and_splits_are_named(packed: Path) -> None:
     with pytest.raises(UsageError, match="no field 'png'; it has: jpg, cls, __key__"):
         make_loader(packed, fields=("png",))
