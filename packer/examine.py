@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from packer.engines import Engine, InProcess, LocalProcesses, Report, cpu_count
+from packer.engines import Report, local_engine
 from packer.errors import BadImageError, SourceChangedError
 from packer.imaging import decode_check, probe
 from packer.pack import Prepared
@@ -34,8 +34,7 @@ def examine(prepared: Prepared, progress: Callable[[int, int], None]) -> list[tu
     Returns:
         `(path, reason)` of every picture that packing would refuse, sorted.
     """
-    workers = prepared.options.workers or cpu_count()
-    engine: Engine = InProcess() if workers == 1 or len(prepared.scan) <= _SAMPLES_AT_ONCE else LocalProcesses(workers)
+    engine = local_engine(prepared.options.workers, -(-len(prepared.scan) // _SAMPLES_AT_ONCE))
     return sorted(problem for found in engine.run(_look, _parts(prepared), progress) for problem in found)
 
 

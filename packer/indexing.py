@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from packer.engines import Engine, InProcess, LocalProcesses, Report, cpu_count
+from packer.engines import Report, local_engine, no_report
 from packer.errors import BadImageError, ManifestError, OutputError, ProblemsError, ShardError
 from packer.finish import WEBDATASET, finish
 from packer.formats.tar_reader import Member, TarError, group_samples, iter_members
@@ -79,7 +79,7 @@ def index_folder(
     grouped = group_by_split(folder, names, splits)
     before = _check_free(folder, force=force)
     with exclusive(folder, folder):
-        shards = _read_all(folder, names, workers, progress or _ignore)
+        shards = _read_all(folder, names, workers, progress or no_report)
         return _write(folder, grouped, shards, before)
 
 
@@ -107,10 +107,6 @@ def _write(
         options=manifest.options,
         fingerprint=manifest.fingerprint,
     )
-
-
-def _ignore(samples: int, bytes: int) -> None:  # noqa: A002
-    """A progress report that nobody reads."""
 
 
 def _check_free(folder: str, *, force: bool) -> Manifest | None:
@@ -167,10 +163,8 @@ class _Indexed:
 
 
 def _read_all(folder: str, names: Sequence[str], workers: int | None, progress: Report) -> dict[str, _Indexed]:
-    workers = min(workers or cpu_count(), len(names))
-    engine: Engine = InProcess() if workers == 1 else LocalProcesses(workers)
     paths = [os.path.join(folder, name) for name in names]
-    done = {result.name: result for result in engine.run(_index_shard, paths, progress)}
+    done = {result.name: result for result in local_engine(workers, len(names)).run(_index_shard, paths, progress)}
     bad = [(printable(name), problem) for name in names if (problem := done[name].problem)]
     if bad:
         raise ProblemsError(
