@@ -17,13 +17,12 @@ import io
 import mmap
 import os
 import pickle
+import socket
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -40,8 +39,7 @@ MOST_BLOCKS = 32
 INLINE_BYTES = 512
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A batch on its way: where its pickle lies, the blocks it lies in, and blocks that come and go.
 
     Attributes:
@@ -82,18 +80,25 @@ def map_file(fd: int, nbytes: int) -> Block:
     return block
 
 
+def _as_socket(connection: Connection) -> socket.socket:
+    """A socket of its own on the same pipe, to send descriptors through."""
+    return socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
+
+
 class _Block:
     """A worker's block, filled from the start."""
 
     def __init__(self, number: int, nbytes: int) -> None:
         self.number = number
         self.nbytes = nbytes
-        self.fd: int | None = anonymous_file(nbytes)  # until the consumer has it
+        self.fd: int | None = anonymous_file(nbytes)  # until the consumer is known to have it
         self.memory = map_file(self.fd, nbytes)
+        self.is_new = True
         self.start = self.memory.ctypes.data
         self.used = 0
 
     def close(self) -> None:
+        """Close the descriptor, once the consumer has mapped it: some systems lose one that is closed under way."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -118,7 +123,10 @@ class SharedWriter:
 
     def give_back(self, numbers: Sequence[int]) -> None:
         """The consumer is done with these blocks."""
-        self._free += [self._lent.pop(number) for number in numbers]
+        blocks = [self._lent.pop(number) for number in numbers]
+        for block in blocks:
+            block.close()
+        self._free += blocks
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor, part of the batch that is sent next."""
@@ -167,17 +175,19 @@ class SharedWriter:
         block, offset = self._reserve(len(pickled))
         block.memory[offset : offset + len(pickled)] = pickled
         blocks, self._current = self._current, []
-        new = [block for block in blocks if block.fd is not None]
+        new = [block for block in blocks if block.is_new]
         message = Message(
             place, ok, (block.number, offset, len(pickled)), tuple(block.number for block in blocks),
             tuple((block.number, block.nbytes) for block in new), tuple(self._gone),
         )
         self._gone = []
         self._lent.update((block.number, block) for block in blocks)
-        self._connection.send(message)
+        # Not Connection.send, whose pickler is made anew for each message.
+        self._connection.send_bytes(pickle.dumps(tuple(message)))
         for block in new:
-            reduction.send_handle(self._connection, block.fd, None)  # type: ignore[arg-type]
-            block.close()
+            block.is_new = False
+            with _as_socket(self._connection) as stream:
+                socket.send_fds(stream, [b"f"], [cast(int, block.fd)])
 
     def discard(self) -> None:
         """Forget the batch in the making."""
@@ -276,15 +286,19 @@ class SharedReader:
         Raises:
             EOFError, OSError: the worker is gone.
         """
-        message: Message = self._connection.recv()
+        message = Message(*pickle.loads(self._connection.recv_bytes()))  # noqa: S301 - our own worker's bytes
         for number, nbytes in message.new:
-            fd = reduction.recv_handle(self._connection)
+            with _as_socket(self._connection) as stream:
+                _, descriptors, _, _ = socket.recv_fds(stream, 1, 1)
+            if not descriptors:
+                raise EOFError
+            [fd] = descriptors
             try:
                 self._blocks[number] = map_file(fd, nbytes)
             finally:
                 os.close(fd)
         for number in message.gone:
-            del self._blocks[number]
+            self._blocks.pop(number, None)  # one of a batch that failed never came here
         return message.place, message.ok, self._unpack(message)
 
     def _unpack(self, message: Message) -> Any:

@@ -29,9 +29,12 @@ _CHUNK = 256  # samples per turn of a reader
 
 def available_bytes() -> int:
     """Memory that can be taken without swapping: what the kernel says, limited by the control group's rest."""
-    with open("/proc/meminfo", encoding="ascii") as f:
-        values = dict(line.split(":", 1) for line in f)
-    free = int(values["MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/proc/meminfo", encoding="ascii") as f:
+            values = dict(line.split(":", 1) for line in f)
+        free = int(values["MemAvailable"].split()[0]) * 1024
+    except OSError:  # macOS: all there is, for want of better
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f:
             limit = f.read().strip()

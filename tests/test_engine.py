@@ -456,6 +456,25 @@ def test_a_batch_that_cannot_be_sent_is_an_error(packed: Path) -> None:
             next(iter(processes))
 
 
+def test_batches_of_changing_size_share_blocks(packed: Path) -> None:
+    with make_loader(packed, collate_fn=changing, batch_size=1, num_workers=1, fields=("__index__",)) as processes:
+        before = descriptors()
+        for _ in range(5):
+            for batch in processes:
+                number = int(batch[0])
+                assert len(batch) == size_of(number) and (batch == number).all()
+        assert descriptors() < before + 20, "200 batches"
+
+
+def size_of(number: int) -> int:
+    return 1000 * (number * 7 % 40 + 1) ** 2
+
+
+def changing(samples: list[Any]) -> torch.Tensor:
+    number = samples[0]["__index__"]
+    return torch.full((size_of(number),), number, dtype=torch.int32)
+
+
 def unsendable(samples: list[Any]) -> Any:
     return lambda: samples
 
