@@ -104,7 +104,8 @@ class Loader:
         return None if self._iteration is None else self._iteration()
 
     def _run(self, epoch: int, mine: RankBatches) -> Run:
-        run: Run = self._engine.run(epoch, mine)
+        with torch.inference_mode(False):
+            run: Run = self._engine.run(epoch, mine)
         device = self.options.on_device
         if device is None:
             return run
@@ -206,7 +207,10 @@ class Iteration:
 
     def __next__(self) -> Any:
         try:
-            made = next(self._run)
+            # Under inference_mode, as evaluation loops have it, workers could not write into the buffers made here,
+            # and training could not use the batches.
+            with torch.inference_mode(False):
+                made = next(self._run)
         except StopIteration:
             if self._loader._progress is self._progress:
                 self._loader._progress = None
