@@ -11,13 +11,14 @@ import gc
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import traceback
 import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
@@ -46,7 +47,7 @@ def _main(connection: Connection, recipe: Batches, keep: int, threads: int) -> N
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) if threads > 1 else None
     with contextlib.suppress(EOFError, OSError):  # the consumer is gone: nobody is left to tell
         while True:
-            place, epoch, numbers, returned = connection.recv()
+            place, epoch, numbers, returned = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own bytes
             writer.give_back(returned)
             try:
                 writer.send(place, _make(recipe, epoch, numbers, writer, pool))
@@ -139,7 +140,8 @@ class _Worker:
 
     def send(self, place: int, epoch: int, numbers: Numbers) -> None:
         try:
-            self.connection.send((place, epoch, numbers, self.reader.returned()))
+            # Not Connection.send, whose pickler is made anew for each message.
+            self.connection.send_bytes(pickle.dumps((place, epoch, numbers, self.reader.returned())))
         except OSError as error:
             raise self.died() from error
         self.under_way += 1
@@ -169,14 +171,23 @@ class _Crew:
     def __init__(self, recipe: Batches, workers: int, prefetch: int, threads: int, start_method: str | None) -> None:
         self.pid = os.getpid()
         self.workers: list[_Worker] = []
+        self._by_descriptor: dict[int, _Worker] = {}
+        self._poll = select.poll()
         context = multiprocessing.get_context(start_method)
         keep = -(-prefetch // workers) + 1
         try:
             for i in range(workers):
                 self.workers.append(_Worker(context, recipe, keep, threads, f"loader-{i}"))
+                descriptor = self.workers[-1].connection.fileno()
+                self._by_descriptor[descriptor] = self.workers[-1]
+                self._poll.register(descriptor, select.POLLIN)
         except BaseException:
             self.stop()
             raise
+
+    def ready(self, timeout_s: float) -> list[_Worker]:
+        """The workers that have sent something, or died. Waits for one at most so long."""
+        return [self._by_descriptor[fd] for fd, _ in self._poll.poll(timeout_s * 1000)]
 
     def is_well(self) -> bool:
         """Whether all workers live, and are this process's own."""
@@ -296,10 +307,9 @@ class ProcessRun:
 
     def _receive(self, timeout_s: float) -> None:
         """Fetch what has arrived; wait for something if `timeout_s` says so."""
-        workers = {worker.connection: worker for worker in self._crew.workers}
-        ready = wait(list(workers), timeout_s)
-        for connection in ready:
-            place, ok, value = workers[cast(Connection, connection)].receive()
+        ready = self._crew.ready(timeout_s)
+        for worker in ready:
+            place, ok, value = worker.receive()
             self._finished[place] = ok, value
         if not ready and timeout_s:
             for worker in self._crew.workers:
