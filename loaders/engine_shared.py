@@ -150,7 +150,7 @@ class SharedWriter:
     def _take(self, nbytes: int) -> _Block:
         # Room for the labels and the pickle behind the images, so that most batches need one block.
         wanted = rounded(nbytes + SMALLEST_BLOCK)
-        fits = [block for block in self._free if nbytes <= block.nbytes <= 2 * wanted]
+        fits = [block for block in reversed(self._free) if nbytes <= block.nbytes <= 2 * wanted]  # the last is cached
         block = min(fits, key=lambda block: block.nbytes, default=None)
         if block is None:
             self._count += 1
