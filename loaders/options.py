@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from loaders.order import Shuffle
+from packer.engines import cpu_count
 from packer.errors import UsageError
 
 Normalize: TypeAlias = Literal["imagenet", False] | tuple[Sequence[float], Sequence[float]] | None
@@ -150,28 +151,12 @@ def parse_normalize(normalize: Normalize) -> tuple[tuple[float, ...], tuple[floa
     return mean, std
 
 
-def available_cpus() -> int:
-    """CPUs that this process may use: its affinity, limited by the control group's quota."""
-    if hasattr(os, "sched_getaffinity"):
-        cpus = len(os.sched_getaffinity(0))
-    else:
-        cpus = os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as f:
-            quota, period = f.read().split()
-        if quota != "max":
-            cpus = min(cpus, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass  # no control group, or not version 2: the affinity is what we know
-    return cpus
-
-
 def workers_for(num_workers: int | Literal["auto"]) -> int:
     """The number of workers meant: "auto" is one per CPU, shared among the ranks on this machine."""
     if num_workers != "auto":
         return num_workers
     ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, available_cpus() // max(1, int(ranks_here) if ranks_here.isdigit() else 1))
+    return max(1, cpu_count() // max(1, int(ranks_here) if ranks_here.isdigit() else 1))
 
 
 def _at_least(name: str, value: Any, least: int, also: str = "") -> None:

@@ -413,7 +413,7 @@ def test_auto_says_what_it_chose_and_why(packed: Path, caplog: pytest.LogCapture
 
 
 def test_the_number_of_workers_is_the_cpus_shared_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loaders.options.available_cpus", lambda: 8)
+    monkeypatch.setattr("loaders.options.cpu_count", lambda: 8)
     assert workers_for("auto") == 8 and workers_for(3) == 3
     for ranks, want in (("2", 4), ("3", 2), ("16", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
