@@ -23,8 +23,8 @@ bytes and label one by one in one process, without decoding.
     scripts/bench_load.py /data/imagenet/train --tiny /data/tiny/train --work /disk/bench \
         --python .venv-peers/bin/python --json load.json
 
-A peer that is not installed, or fails, is listed with the reason. Data stay in --work for the next time. With five runs
-the first three tasks take some 20 minutes each.
+A peer that is not installed, or fails, is listed with the reason. Data stay in --work for the next time; --runs 0 only
+packs and checks. A task with all loaders and five runs takes some 20 minutes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import struct
@@ -35,7 +36,8 @@ class _Decode(grain.transforms.RandomMap):
         self.recipe = v2_bytes_recipe(task)
 
     def random_map(self, element: bytes, rng: np.random.Generator) -> tuple[Any, np.int64]:
-        torch.manual_seed(int(rng.integers(1 << 62)))  # torchvision draws from torch's generator
+        # torchvision draws from this generator; torch.manual_seed would also queue a seed for each GPU, slowly.
+        torch.default_generator.manual_seed(int(rng.integers(1 << 62)))
         return self.recipe(element[_LABEL.size :]).numpy(), np.int64(_LABEL.unpack_from(element)[0])
 
 
@@ -46,20 +48,24 @@ def load(store: str, task: Task, variant: str) -> Iterable[object]:
 
 
 class _Epochs:
+    """One iterator over all epochs: each new one would start new worker processes."""
+
     def __init__(self, path: str, task: Task) -> None:
-        self.path, self.task, self.epoch = path, task, 0
+        torch.set_num_threads(1)
+        batches = (
+            grain.MapDataset.source(grain.sources.ArrayRecordDataSource(path))
+            .seed(0)
+            .shuffle()
+            .random_map(_Decode(task))
+            .batch(task.batch_size)
+        )
+        self.count = len(batches)
+        self.batches = iter(
+            batches.repeat()
+            .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+            .mp_prefetch(grain.MultiprocessingOptions(num_workers=task.workers, per_worker_buffer_size=2))
+        )
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        torch.set_num_threads(1)
-        self.epoch += 1
-        source = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(self.path))
-        batches = (
-            source.seed(self.epoch)
-            .shuffle()
-            .random_map(_Decode(self.task))
-            .batch(self.task.batch_size)
-            .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
-            .mp_prefetch(grain.MultiprocessingOptions(num_workers=self.task.workers, per_worker_buffer_size=2))
-        )
-        for images, labels in batches:
+        for images, labels in itertools.islice(self.batches, self.count):
             yield torch.from_numpy(images), torch.from_numpy(labels)
