@@ -1,6 +1,6 @@
 """A corpus of files that break image pipelines: every one is handled as its table of answers says.
 
-`PACKER_CASES` names the archive. Its `EXPECT.tsv` says per path what must become of it: `ok` a sample with
+`PACKER_CASES` names another archive. Its `EXPECT.tsv` says per path what must become of it: `ok` a sample with
 these very bytes, `error` reported and no sample, `skip` counted and no sample, `policy` one of these, as stated
 here. Each folder of the archive is a source of its own; all of it together is another.
 """
@@ -25,7 +25,7 @@ from packer.sample import printable, unescape_key
 from packer.sources.folder import FolderOptions, FolderSource
 
 ROOT = Path(__file__).resolve().parent.parent
-ARCHIVE = Path(os.environ.get("PACKER_CASES") or ROOT.parent / "shared" / "cases" / "tricky-dev.tar.gz")
+ARCHIVE = Path(os.environ.get("PACKER_CASES") or ROOT / "tests" / "data" / "tricky.tar.gz")
 FOLDERS = ("broken", "exif", "formats", "junk", "names", "order", "pairs", "size", "tree")
 
 # What the project does where more than one answer is right: `packed`, `broken` (reported, left out), `skipped`,
@@ -74,8 +74,6 @@ class Row:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not ARCHIVE.exists():
-        pytest.skip(f"no corpus at {ARCHIVE}; PACKER_CASES names one")
     folder = tmp_path_factory.mktemp("corpus")
     subprocess.run(["tar", "-xzf", str(ARCHIVE), "-C", str(folder)], check=True, timeout=60)
     return folder / "tricky"
