@@ -93,7 +93,8 @@ class _Crew:
     def join(self) -> None:
         """Wait for the threads' end."""
         for thread in self.threads:
-            if thread is not threading.current_thread():
+            # One that is not alive may never have been started, if Ctrl-C came between: it cannot be joined.
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(JOIN_S)
 
 

@@ -34,8 +34,9 @@ log = logging.getLogger("loaders")
 class Loader:
     """Batches of one split, epoch after epoch. Made by `make_loader` (see `loaders.make.LoaderMaker`).
 
-    A plain iterable: each `iter()` begins the next epoch, and ends the iteration before it. What is random
-    follows from seed and epoch alone. `len(loader)` is the number of batches of a whole epoch on this rank.
+    A plain iterable: each `iter()` ends the iteration before it, and begins the next epoch when its first batch is
+    asked for (trainers make iterators that they throw away, and set the epoch late). What is random follows from
+    seed and epoch alone. `len(loader)` is the number of batches of a whole epoch on this rank.
 
     Attributes:
         source: where the samples are.
@@ -73,6 +74,16 @@ class Loader:
         return self.options.batch_size
 
     @property
+    def sampler(self) -> Loader:
+        """The loader itself: Lightning and many training scripts call `loader.sampler.set_epoch(epoch)`."""
+        return self
+
+    @property
+    def batch_sampler(self) -> None:
+        """None: Lightning looks for it where there is a `sampler`."""
+        return
+
+    @property
     def epoch(self) -> int:
         """The epoch under way, or between two epochs the one that comes next."""
         return self._next.epoch if self._progress is None else self._progress.epoch
@@ -91,21 +102,26 @@ class Loader:
         running = self._running()
         if running is not None:
             running.close()
+        self._progress = None
+        iteration = Iteration(self)
+        self._iteration = weakref.ref(iteration)
+        return iteration
+
+    def _begin(self) -> tuple[Run, _Progress]:
+        """Begin the next epoch."""
         epoch, consumed = self._next
         mine = batches(self._order, self._deal(), epoch, consumed)
+        run = self._run(epoch, mine)
         self.skipped = []
         self._progress = _Progress(epoch, mine)
         self._next = Position(epoch + 1, 0)
-        iteration = Iteration(self, self._run(epoch, mine), self._progress)
-        self._iteration = weakref.ref(iteration)
-        return iteration
+        return run, self._progress
 
     def _running(self) -> Iteration | None:
         return None if self._iteration is None else self._iteration()
 
     def _run(self, epoch: int, mine: RankBatches) -> Run:
-        with torch.inference_mode(False):
-            run: Run = self._engine.run(epoch, mine)
+        run: Run = self._engine.run(epoch, mine)
         device = self.options.on_device
         if device is None:
             return run
@@ -192,32 +208,40 @@ class _Progress:
 
 
 class Iteration:
-    """One epoch under way: an iterator of batches. Dropping it stops the workers."""
+    """One epoch: an iterator of batches. Workers start with the first; dropping the iterator stops them."""
 
-    def __init__(self, loader: Loader, run: Run, progress: _Progress) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader  # keeps the engine while only the iterator is held
-        self._run = run
-        self._progress = progress
+        self._under_way: tuple[Run, _Progress] | None = None
+        self._closed = False
 
     def __iter__(self) -> Iteration:
         return self
 
     def __length_hint__(self) -> int:
-        return len(self._progress.mine) - self._progress.given
+        if self._under_way is None:
+            return len(self._loader)
+        progress = self._under_way[1]
+        return len(progress.mine) - progress.given
 
     def __next__(self) -> Any:
-        try:
-            # Under inference_mode, as evaluation loops have it, workers could not write into the buffers made here,
-            # and training could not use the batches.
-            with torch.inference_mode(False):
-                made = next(self._run)
-        except StopIteration:
-            if self._loader._progress is self._progress:
-                self._loader._progress = None
-            raise
+        if self._closed:
+            raise StopIteration
+        # Under inference_mode, as evaluation loops have it, workers could not write into the buffers made here,
+        # and training could not use the batches.
+        with torch.inference_mode(False):
+            if self._under_way is None:
+                self._under_way = self._loader._begin()
+            run, progress = self._under_way
+            try:
+                made = next(run)
+            except StopIteration:
+                if self._loader._progress is progress:
+                    self._loader._progress = None
+                raise
         if made.skipped:
             self._count(made)
-        self._progress.given += 1
+        progress.given += 1
         batch = made.batch
         if self._loader._pin and self._loader.options.on_device is None:
             batch = map_tensors(_pinned, batch)
@@ -242,7 +266,9 @@ class Iteration:
 
     def close(self) -> None:
         """Stop at once."""
-        self._run.close()
+        self._closed = True
+        if self._under_way is not None:
+            self._under_way[0].close()
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

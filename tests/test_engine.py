@@ -126,7 +126,7 @@ def test_foreign_transforms_are_refused_in_threads(packed: Path) -> None:
 def test_a_transform_that_cannot_be_sent_says_so(packed: Path) -> None:
     local = loader(packed, "process", 1, transform=lambda image: noisy(image), start_method="spawn")
     with pytest.raises(UsageError, match="top of a module"):
-        iter(local)
+        next(iter(local))
 
 
 # ---------------------------------------------------------------- memory
