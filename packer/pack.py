@@ -48,6 +48,7 @@ class PackOptions:
         on_error: 'raise' stops at the first file that is no whole image; 'skip' leaves it out and counts it.
         check: 'header' probes every image's structure, 'decode' decodes each, 'none' takes any bytes.
         encoder: changes payloads on the way (resize, seekable JPEG); None packs the very bytes.
+        durable: wait for the disk before a shard gets its name; off, a power cut may leave a bad shard behind.
     """
 
     format: str = "webdataset"
@@ -56,6 +57,7 @@ class PackOptions:
     on_error: str = "raise"
     check: str = "header"
     encoder: Encoder | None = None
+    durable: bool = True
 
     def __post_init__(self) -> None:
         if self.on_error not in ("raise", "skip"):
@@ -370,6 +372,7 @@ def _task(prepared: Prepared, out: str, state: str, name: str, shard: PlannedSha
         skip=options.on_error == "skip",
         check=options.check,
         encoder=options.encoder,
+        durable=options.durable,
     )
 
 

@@ -63,6 +63,7 @@ class ShardTask:
         skip: leave out files that are no whole images, instead of raising.
         check: 'header', 'decode' or 'none'.
         encoder: changes payloads, or None.
+        durable: wait for the disk before the shard gets its name.
     """
 
     out: str
@@ -74,6 +75,7 @@ class ShardTask:
     skip: bool
     check: str
     encoder: Encoder | None
+    durable: bool = True
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def write_shard(task: ShardTask, report: Report) -> Finished:
     """
     final = os.path.join(task.out, task.name)
     partial = f"{final}.{os.getpid()}{PARTIAL}"  # a dying worker of a killed run must not share it
-    run = _Run(task, get_format(task.format).writer(partial))
+    run = _Run(task, get_format(task.format).writer(partial, durable=task.durable))
     try:
         for begin, end in _batches(task.scan, get_format(task.format)):
             report(end - begin, run.batch(begin, end))

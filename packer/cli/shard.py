@@ -125,6 +125,13 @@ if TYPE_CHECKING:
     help="What a broken image does: stop with its name, or be left out and counted.",
 )
 @click.option(
+    "--sync/--no-sync",
+    default=True,
+    show_default=True,
+    help="Wait for the disk before a shard gets its name. Without, packing is faster and survives a killed process, "
+    "but not a power cut.",
+)
+@click.option(
     "--dry-run",
     is_flag=True,
     help="Print the plan and every problem found; write nothing. Looks at names and sizes; "
@@ -282,6 +289,7 @@ def _pack_options(options: dict[str, Any]) -> Any:
         workers=options["workers"],
         on_error=options["on_error"],
         check=options["check"],
+        durable=options["sync"],
         encoder=Chain(encoders) if len(encoders) > 1 else encoders[0] if encoders else None,
     )
 

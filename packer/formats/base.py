@@ -108,8 +108,8 @@ class Format(Protocol):
         """int64 (n,): what each sample takes up in a shard, headers and padding counted."""
         ...
 
-    def writer(self, path: str) -> ShardWriter:
-        """Start a shard at this path."""
+    def writer(self, path: str, *, durable: bool = True) -> ShardWriter:
+        """Start a shard at this path; `durable` says whether `close` waits for the disk."""
         ...
 
     def walk(self, path: str) -> Iterator[Found]:

@@ -31,13 +31,15 @@ class ShardFile:
 
     Args:
         path: created or truncated.
+        durable: `close` waits until the data are on the disk.
 
     Raises:
         OutputError: (from any call) the file cannot be written.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, durable: bool = True) -> None:
         self.path = path
+        self._durable = durable
         self.size = 0  # as if everything handed over were written
         self._crc = 0
         self._error: OSError | None = None
@@ -70,14 +72,16 @@ class ShardFile:
         self._full.put((buffer, used))
 
     def close(self) -> Written:
-        """Wait until everything is written and durable."""
+        """Wait until everything is written (and durable)."""
         self._stop()
         self._complain()
         try:
-            os.fsync(self._fd)
+            if self._durable:
+                os.fsync(self._fd)
+            fd, self._fd = self._fd, -1
+            os.close(fd)  # network file systems may say only now that the disk is full
         except OSError as error:
             raise output_error(self.path, error) from error
-        self.abort()
         return Written(self.size, self._crc)
 
     def abort(self) -> None:
@@ -112,7 +116,7 @@ class ShardFile:
                     self._error = error  # raised to whoever hands over or closes next
             self._free.put(buffer if len(buffer) <= _BUFFER_BYTES else None)
             unflushed += used
-            if unflushed >= _FLUSH_BYTES:
+            if self._durable and unflushed >= _FLUSH_BYTES:
                 unflushed = 0
                 self._flush_soon()
 

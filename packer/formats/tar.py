@@ -82,9 +82,9 @@ class TarFormat:
                 total[begin:end] += np.where(scan.label[begin:end] >= 0, label_bytes, 0)
         return total
 
-    def writer(self, path: str) -> TarWriter:
-        """Start a shard at this path."""
-        return TarWriter(path)
+    def writer(self, path: str, *, durable: bool = True) -> TarWriter:
+        """Start a shard at this path; see `Format.writer`."""
+        return TarWriter(path, durable=durable)
 
     def walk(self, path: str) -> Iterator[Found]:
         """Every field of a shard by its own headers; see `Format.walk`."""
@@ -146,8 +146,8 @@ def _member_names(batch: Batch) -> list[bytes]:
 class TarWriter:
     """Writes one tar file; see `packer.formats.base.ShardWriter`."""
 
-    def __init__(self, path: str) -> None:
-        self._file = ShardFile(path)
+    def __init__(self, path: str, *, durable: bool = True) -> None:
+        self._file = ShardFile(path, durable=durable)
         self._buffer = np.empty(0, np.uint8)
         self._blocks = self._buffer.reshape(0, BLOCK)
         self._batch: Batch | None = None
