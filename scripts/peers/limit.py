@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from loaders.decode import affine
+from loaders.decode import affine, decode_many_into
 from loaders.source import PackedSource
-from loaders.transforms import Identity, TrainCrop, sample_rng
+from loaders.transforms import TrainCrop, sample_rng
 from peers.base import CROP_RATIO, CROP_SCALE, MEAN, STD, Task
 from peers.ours import pack
 
@@ -27,7 +27,7 @@ class DecodeLimit:
     def __init__(self, store: str, task: Task) -> None:
         source = PackedSource(store, "train")
         fetch = source.fetcher(np.arange(len(source)), "jpg")
-        self.pictures = [fetch(j) for j in range(len(source))]
+        self.pictures = [fetch(j) or b"" for j in range(len(source))]
         self.labels = torch.from_numpy(np.array(source.column("label"), np.int64))
         self.task = task
         self.epoch = 0
@@ -49,13 +49,16 @@ class DecodeLimit:
 
     def _decode(self, starts: Iterator[int], done: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor]]) -> None:
         task, pictures = self.task, self.pictures
-        transform = TrainCrop(task.side, CROP_SCALE, CROP_RATIO) if task.crop else Identity()
+        transform = TrainCrop(task.side, CROP_SCALE, CROP_RATIO)
         normalize = affine(MEAN, STD) if task.normalized else None
         block = torch.empty((task.batch_size, 3, task.side, task.side), dtype=getattr(torch, task.dtype))
         for start in starts:
             batch = pictures[start : start + task.batch_size]
-            for j, data in enumerate(batch):
-                transform.into(data, block[j], sample_rng(0, self.epoch, start + j), normalize=normalize)
+            if task.crop:
+                for j, data in enumerate(batch):
+                    transform.into(data, block[j], sample_rng(0, self.epoch, start + j), normalize=normalize)
+            else:
+                decode_many_into(batch, block[: len(batch)], normalize=normalize)
             done.put((block[: len(batch)], self.labels[start : start + task.batch_size]))
 
 
