@@ -10,11 +10,15 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from crc32c import crc32c
+
 from packer.errors import OutputError
-from packer.manifest import FILE, Manifest
+from packer.finish import WEBDATASET, wids_index
+from packer.manifest import FILE, Manifest, Split, read_json
 from packer.storage import exclusive, output_error, write_json
 
 STATE = ".packer"
@@ -30,7 +34,7 @@ def complete(out: str, job: Mapping[str, Any]) -> Manifest | None:
         job: as `own` takes it.
 
     Raises:
-        OutputError: it holds another dataset, or this one with a shard lost or cut.
+        OutputError: it holds another dataset, or this one with a file lost, cut or changed.
         ManifestError: its manifest cannot be read.
     """
     if not os.path.lexists(os.path.join(out, FILE)):
@@ -42,25 +46,56 @@ def complete(out: str, job: Mapping[str, Any]) -> Manifest | None:
             f"({_differences({'options': manifest.options}, {'options': job['options']}) or 'it has other files'}); "
             "choose another folder, or delete it first"
         )
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            _check_size(out, shard.name, shard.bytes)
+    _check_files(out, manifest)
     shutil.rmtree(os.path.join(out, STATE), ignore_errors=True)  # killed between the manifest and this
     return manifest
 
 
-def _check_size(out: str, name: str, size: int) -> None:
-    path = os.path.join(out, name)
+def _check_files(out: str, manifest: Manifest) -> None:
+    """Every file is there, readable and as long as it was; those beside the shards hold what they held."""
+    damage = []
+    for split in manifest.splits.values():
+        damage += [_damage(os.path.join(out, shard.name), shard.bytes) for shard in split.shards]
+        if manifest.format == WEBDATASET:
+            damage.append(_damage_to_wids(os.path.join(out, split.wids_file), split))
+        for name in (split.index_file, split.names_file):
+            if name not in manifest.sidecars:
+                damage.append(_damage(os.path.join(out, name)))
+    for name, facts in manifest.sidecars.items():
+        damage.append(_damage(os.path.join(out, name), facts["bytes"], facts["crc32c"]))
+    if found := [line for line in damage if line]:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise OutputError(f"{out} was complete, but {found[0]}{more}; delete the folder and pack again")
+
+
+def _damage(path: str, size: int | None = None, checksum: int | None = None) -> str:
+    """What is wrong with a file, '' for nothing. A pipe in its place does not block."""
+    name = os.path.basename(path)
     try:
-        found = os.path.getsize(path)
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as f:
+            facts = os.fstat(f.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                return f"{name} is not a regular file"
+            if size is not None and facts.st_size != size:
+                return f"{name} now has {facts.st_size} bytes instead of {size}"
+            found = 0
+            while checksum is not None and (piece := f.read(1 << 20)):
+                found = crc32c(piece, found)
+    except FileNotFoundError:
+        return f"{name} is lost"
     except OSError as error:
-        raise OutputError(
-            f"{out} was complete, but {name} is lost: {error.strerror}; delete the folder and pack again"
-        ) from error
-    if found != size:
-        raise OutputError(
-            f"{out} was complete, but {name} now has {found} bytes instead of {size}; delete the folder and pack again"
-        )
+        return f"{name} cannot be read: {error.strerror}"
+    return f"{name} has other bytes than were written" if checksum is not None and found != checksum else ""
+
+
+def _damage_to_wids(path: str, split: Split) -> str:
+    if damage := _damage(path):
+        return damage
+    try:
+        same = read_json(path) == wids_index(split)
+    except (OSError, ValueError, RecursionError):
+        same = False
+    return "" if same else f"{os.path.basename(path)} is not what was written"
 
 
 @contextlib.contextmanager

@@ -601,6 +601,42 @@ def test_a_finished_folder_that_lost_a_shard_is_not_complete(
         pack(source, tmp_path / "out", options())
 
 
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        (name, how)
+        for name in ("train-000000.tar", "train.names", "train.index.npy", "train.wids.json")
+        for how in ("lost", "cut", "changed", "a pipe", "unreadable")
+        if (name, how) != ("train-000000.tar", "changed")  # to find that, `packer verify` reads all shards
+    ],
+)
+def test_a_finished_folder_with_any_file_damaged_is_not_complete(
+    source: FolderSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    pack(source, tmp_path / "out", options())
+    path = tmp_path / "out" / name
+    data = path.read_bytes()
+    if how in ("lost", "a pipe"):
+        path.unlink()
+    if how == "a pipe":
+        os.mkfifo(path)
+    elif how == "cut":
+        os.truncate(path, len(data) // 2)
+    elif how == "changed":
+        path.write_bytes(data[:-20] + bytes([data[-20] ^ 1]) + data[-19:])
+    elif how == "unreadable":
+        really = os.open
+
+        def refuse(file: str, flags: int, *rest: int) -> int:
+            if file == str(path):
+                raise PermissionError(errno.EACCES, "Permission denied", file)
+            return really(file, flags, *rest)
+
+        monkeypatch.setattr(os, "open", refuse)  # not chmod: root may read everything
+    with pytest.raises(OutputError, match=f"was complete, but {name} .*delete the folder and pack again"):
+        pack(source, tmp_path / "out", options())
+
+
 def test_another_job_is_refused_in_a_finished_folder(source: FolderSource, tmp_path: Path) -> None:
     pack(source, tmp_path / "out", options())
     with pytest.raises(OutputError, match=r"dataset of 20 samples that differs .* \(shard_samples was 3, is 4\)"):
