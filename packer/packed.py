@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -215,9 +216,10 @@ class PackedSplit:
 
 
 def _open(path: str) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would block
     try:
         try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, flags)
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
@@ -225,7 +227,11 @@ def _open(path: str) -> int:
             if soft == hard:
                 raise
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, flags)
     except OSError as error:
         advice = "; raise the limit with 'ulimit -n' or pack into fewer shards" if error.errno == errno.EMFILE else ""
         raise ShardError(f"{path}: {error.strerror}{advice}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ShardError(f"{path} is not a regular file; run: packer verify {os.path.dirname(path) or '.'}")
+    return fd

@@ -14,7 +14,7 @@ from crc32c import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from packer.errors import PackerError
+from packer.errors import PackerError, ShardError
 from packer.manifest import FILE, checksum
 from packer.pack import PackOptions, pack
 from packer.packed import Packed
@@ -82,6 +82,20 @@ def test_readers_end_in_words(intact: Path, name: str, where: float, edge: bytes
         for file, content in before.items():
             (intact / file).write_bytes(content)
         shutil.rmtree(intact.parent / "dst", ignore_errors=True)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "endless"])
+@pytest.mark.parametrize("reader", READERS)
+def test_no_reader_waits_for_what_is_no_file(intact: Path, tmp_path: Path, kind: str, reader: str) -> None:
+    out = shutil.copytree(intact, tmp_path / "out")
+    shard = next(out.glob("*.tar"))
+    shard.unlink()
+    if kind == "endless":
+        shard.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(shard) if kind == "pipe" else shard.mkdir()
+    with pytest.raises(ShardError, match=r"not a regular file"):
+        READERS[reader](out)
 
 
 def test_the_changes_are_undone(intact: Path) -> None:
