@@ -5,9 +5,10 @@ Method: every packer packs the same folder into the same file system, all of the
 (A B C A B C …), each as a process of its own; the median of the runs is compared, the spread
 printed beside. The start-up time of `packer` and of the ShardWriter script, measured on a folder
 of one file, is subtracted from theirs. `tar cf` leaves its data in the page cache, packer makes
-every shard durable before it gets its name unless told otherwise; so both are measured both ways. Equal work
-is: `--no-sync` against `tar cf`, the default against tar and fsync. ShardWriter writes the same samples (jpg and cls members,
-integer times) without checksum or index. Before each run as much page cache as it will need is touched once.
+every shard durable before it gets its name unless told otherwise; so both are measured both
+ways. Equal work is: `--no-sync` against `tar cf`, the default against tar and fsync. ShardWriter
+writes the same samples (jpg and cls members, integer times) without checksum or index. Before
+each run as much page cache as it will need is touched once.
 
     scripts/bench_pack.py /data/imagenet-like --scratch /disk/tmp --scratch /dev/shm --runs 7 --json pack.json
 
