@@ -206,6 +206,35 @@ def test_rows_that_contradict_each_other_are_all_listed(tmp_path: Path) -> None:
     assert str(caught.value).endswith("and 5 more")
 
 
+@pytest.mark.parametrize("rows", ["{},1\n{},2\n", "{},2\nz,3\n{},1\n", "path,label\n{},1\n{},2\n"])
+@pytest.mark.parametrize("names", [("a", "a.jpg"), ("cats/a", "a.jpg"), ("cats/a.jpg", "a"), ("a", " a")])
+def test_two_rows_of_one_picture_must_agree(tmp_path: Path, rows: str, names: tuple[str, str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, rows.format(*names))
+    assert all(f"'{name}' has " in str(caught.value) for name in names)
+    found, _ = read(tmp_path, rows.replace("2", "1").format(*names))
+    assert found[b"cats/a.jpg"] == 1
+
+
+def test_a_row_of_another_picture_is_no_contradiction(tmp_path: Path) -> None:
+    pictures = [b"a.jpg", b"x/a.jpg", b"a.png"]
+    found, _ = read(tmp_path, "a.jpg,1\nx/a.jpg,2\na,3\n", pictures)
+    assert found == {b"a.jpg": 1, b"x/a.jpg": 2, b"a.png": 3}
+
+
+@pytest.mark.parametrize("odd", ["1O", "NA", "cat", "1.5", "1_0"])
+def test_a_few_words_among_integers_are_refused(tmp_path: Path, odd: str) -> None:
+    """Taken for names, they would make names of all the integers, and so other labels."""
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, f"a,5\nb,10\nc,{odd}\nd,007\n")
+    assert str(caught.value).endswith(f"list them with --classes:\n  'c' has '{odd}'")
+    assert read(tmp_path, f"a,5\nb,10\nc,{odd}\n", fixed=("10", "5", odd))[0] == {PICTURES[0]: 1, PICTURES[1]: 0}
+
+
+def test_codes_of_equal_width_are_names(tmp_path: Path) -> None:
+    assert read(tmp_path, "a,09\nb,10\nc,11\nd,12\n")[1].classes == ("09", "10", "11", "12")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

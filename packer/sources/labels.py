@@ -6,7 +6,7 @@ import csv
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from packer.errors import SourceError, UsageError
@@ -21,6 +21,7 @@ _LABEL_HEADERS = ("label", "class", "target", "category", "class_id", "class_nam
 
 # A leading zero makes a name of it: 001 and 1 are two classes.
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")
+_NUMERAL = re.compile(r"-?[0-9]+")
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|nan", re.IGNORECASE)
 
 
@@ -52,7 +53,8 @@ class Labels:
     """The rows of a labels file. `match` all pictures first; then `of` gives the label of each.
 
     A row names a picture by its path, its path without extension, its base name or its stem, the first of
-    these that is in the file; a row that so names several pictures labels none of them.
+    these that is in the file; a row that so names several pictures labels none of them. A picture with a
+    second row, which is no other picture's, and another label in it, is refused.
 
     Attributes:
         path: the file, for messages.
@@ -91,8 +93,7 @@ class Labels:
             if name != name.strip():
                 labels._stripped.setdefault(name.strip(), name)
         if conflicts:
-            more = f"\n  … and {len(conflicts) - 20} more" if len(conflicts) > 20 else ""
-            raise UsageError(f"--labels {path}:\n  " + "\n  ".join(conflicts[:20]) + more)
+            raise UsageError(f"--labels {path}:" + _listed(conflicts))
         if not has_header:
             labels._first = next(iter(labels._text))
         return labels
@@ -101,11 +102,19 @@ class Labels:
         """Find the row of every picture, and number the classes.
 
         Raises:
-            UsageError: labels that are neither integers nor names.
+            UsageError: labels that are neither integers nor names, or some of each; two rows give one
+                picture two labels.
         """
+        farther: dict[bytes, list[bytes]] = {}  # a row that is not the nearest of a picture → the nearest
         for path in paths:
-            if (name := self._row_of(path)) is not None:
-                self._pictures[name] += 1
+            nearest = None
+            for name in self._rows_of(path):
+                if nearest is None:
+                    nearest = name
+                    self._pictures[name] += 1
+                else:
+                    farther.setdefault(name, []).append(nearest)
+        self._refuse_contradictions(farther)
         first = self._first
         if first is not None and first not in self._pictures and len(self._text) > 1:
             # No picture has this name: a header in unknown words, unless its label is seen elsewhere too.
@@ -113,6 +122,27 @@ class Labels:
             if label in self._text.values():
                 self._text[first] = label
         self._number_classes()
+
+    def _refuse_contradictions(self, farther: dict[bytes, list[bytes]]) -> None:
+        text = self._text
+        conflicts = [
+            f"{printable(own[0])!r} has label {text[own[0]]!r}, {printable(name)!r} has {text[name]!r}"
+            for name, own in farther.items()
+            # A row that may mean several pictures is left to those that are named less closely.
+            if len(own) == 1 and name not in self._pictures and text[name] != text[own[0]]
+        ]
+        if conflicts:
+            raise UsageError(f"--labels {self.path}: rows of one picture contradict each other:" + _listed(conflicts))
+
+    def _refuse_odd(self) -> None:
+        """Refuse a few labels among integers: a typo in one of them must not renumber all classes."""
+        odd = [(name, label) for name, label in self._text.items() if label and not _NUMERAL.fullmatch(label)]
+        integers = sum(map(bool, map(_INTEGER.fullmatch, self._text.values())))
+        if odd and integers > len(odd):
+            raise UsageError(
+                f"--labels {self.path}: most labels are integers, these are not; mend them, or where all labels "
+                "are names, list them with --classes:" + _listed([f"{printable(n)!r} has {t!r}" for n, t in odd])
+            )
 
     def _number_classes(self) -> None:
         distinct = {label for label in self._text.values() if label}
@@ -122,6 +152,7 @@ class Labels:
             if all(_INTEGER.fullmatch(label) or _DECIMAL.fullmatch(label) for label in distinct):
                 odd = next(label for label in sorted(distinct) if not _INTEGER.fullmatch(label))
                 raise UsageError(f"--labels {self.path}: {odd!r} is neither an integer nor a name of a class")
+            self._refuse_odd()
             self.classes = tuple(sorted(distinct))
         self._numbers = class_numbers(self.classes or ())
 
@@ -151,19 +182,28 @@ class Labels:
         return number
 
     def _row_of(self, path: bytes) -> bytes | None:
+        return next(self._rows_of(path), None)
+
+    def _rows_of(self, path: bytes) -> Iterator[bytes]:
+        """The rows that name a picture, the nearest first."""
         base = path.rpartition(b"/")[2]
         stem = split_extension(base)[0]
-        for name in (path, path[: len(path) - len(base)] + stem, base, stem):
+        names = dict.fromkeys((path, path[: len(path) - len(base)] + stem, base, stem))
+        for name in names:
             if name in self._text:
-                return name
+                yield name
             if name in self._stripped:
-                return self._stripped[name]
-        return None
+                yield self._stripped[name]
 
     def unused(self) -> list[tuple[bytes, str]]:
         """Rows that no picture asked for."""
         reason = f"row in {os.path.basename(self.path)} without a picture"
         return [(name, reason) for name in sorted(self._text.keys() - self._pictures.keys())]
+
+
+def _listed(lines: Sequence[str]) -> str:
+    more = f"\n  … and {len(lines) - 20} more" if len(lines) > 20 else ""
+    return "".join(f"\n  {line}" for line in lines[:20]) + more
 
 
 def _rows(path: str) -> list[tuple[int, list[str]]]:
