@@ -19,7 +19,7 @@ import numpy as np
 from crc32c import crc32c
 
 from packer.engines import Report, local_engine, no_report
-from packer.errors import BadImageError, ManifestError, OutputError, ProblemsError, ShardError
+from packer.errors import BadImageError, ManifestError, OutputError, ProblemsError, ShardError, UsageError
 from packer.finish import WEBDATASET, finish
 from packer.formats.tar_reader import Member, TarError, group_samples, iter_members
 from packer.imaging import probe
@@ -77,6 +77,7 @@ def index_folder(
     """
     folder, names = find_shards(os.fspath(where))
     grouped = group_by_split(folder, names, splits)
+    _refuse_overwriting(names, grouped)
     before = _check_free(folder, force=force)
     with exclusive(folder, folder):
         shards = _read_all(folder, names, workers, progress or no_report)
@@ -107,6 +108,14 @@ def _write(
         options=manifest.options,
         fingerprint=manifest.fingerprint,
     )
+
+
+def _refuse_overwriting(shards: Sequence[str], splits: Iterable[str]) -> None:
+    """Shards are never written to, not even those that are called like what is written beside them."""
+    parts = [Split(name, ()) for name in splits]
+    written = {FILE, *(name for part in parts for name in (part.index_file, part.names_file, part.wids_file))}
+    for name in sorted(written.intersection(shards)):
+        raise UsageError(f"the shard {printable(name)!r} is called like a file of the index; rename it to end in .tar")
 
 
 def _check_free(folder: str, *, force: bool) -> Manifest | None:

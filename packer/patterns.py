@@ -152,11 +152,17 @@ def group_by_split(folder: str, names: Sequence[str], splits: Mapping[str, str] 
         splits: split → glob over file names, instead of guessing.
 
     Raises:
-        UsageError: with `splits`, a shard that matches none or several of them.
+        UsageError: with `splits`, a name that files cannot have, or a shard that matches none or several of them.
 
     >>> group_by_split(".", ["in-train-0.tar", "in-val-0.tar", "0.tar"])
     {'train': ['in-train-0.tar', '0.tar'], 'val': ['in-val-0.tar']}
     """
+    for split in splits or ():  # files are called after it
+        if not is_plain_name(split):
+            raise UsageError(
+                f"a split cannot be called {printable(split)!r}: its files would be; begin with a letter or digit, "
+                "without '/'"
+            )
     own_name = os.path.basename(os.path.realpath(folder)).lower()
     fallback = own_name if own_name in SPLITS else DEFAULT_SPLIT
     grouped: dict[str, list[str]] = {name: [] for name in splits or ()}

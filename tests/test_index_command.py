@@ -297,6 +297,28 @@ def test_splits_on_the_command_line(tmp_path, run_packer):
     assert "write NAME=GLOB" in run_packer("index", tmp_path, "--split", "one", exit_code=2).stderr
 
 
+@pytest.mark.parametrize("name", ["../PWN", "/tmp/x", ".", "..", "a/b", "-x", ".hidden", "a\0b"])
+def test_a_split_writes_nowhere_else(tmp_path, run_packer, name):
+    write_tar(tmp_path / "v2" / "sub" / "a.tar", labelled(0, 1))
+    before = sorted(tmp_path.rglob("*"))
+    result = run_packer("index", tmp_path / "v2" / "sub", "--split", f"{name}=*", exit_code=2)
+    assert "a split cannot be called" in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_split_given_twice_is_refused(tmp_path, run_packer):
+    write_tar(tmp_path / "a.tar", labelled(0, 1))
+    assert "twice" in run_packer("index", tmp_path, "--split", "a=x*", "--split", "a=*", exit_code=2).stderr
+
+
+@pytest.mark.parametrize("name", ["train.names", "train.index.npy", "train.wids.json", FILE])
+def test_a_shard_called_like_the_index_is_not_overwritten(tmp_path, name):
+    before = write_tar(tmp_path / name, labelled(0, 1)).read_bytes()
+    with pytest.raises(UsageError, match="like a file of the index"):
+        index_folder(str(tmp_path / name), workers=1)
+    assert (tmp_path / name).read_bytes() == before
+
+
 def test_each_folder_of_a_nested_tree_is_a_dataset(tmp_path, run_packer):
     for split in ("train", "validation"):
         write_tar(tmp_path / split / "00000.tar", labelled(0, 3))

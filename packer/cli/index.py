@@ -47,10 +47,11 @@ def command(shards: str, splits: tuple[str, ...], force: bool, workers: int | No
     from packer.indexing import index_folder
     from packer.patterns import find_shards
 
+    globs = _globs(splits)
     folder, names = find_shards(shards)
     size = sum(os.path.getsize(os.path.join(folder, name)) for name in names)
     with Bar("indexing", "samples", bytes=size, quiet=quiet) as bar:
-        manifest = index_folder(shards, splits=_globs(splits), force=force, workers=workers, progress=bar.update)
+        manifest = index_folder(shards, splits=globs, force=force, workers=workers, progress=bar.update)
     if as_json:
         import json
 
@@ -64,7 +65,10 @@ def _globs(splits: tuple[str, ...]) -> dict[str, str] | None:
     for name, _, pattern in pairs:
         if not name or not pattern:
             raise UsageError(f"--split {name!r}: write NAME=GLOB, for example train='shard-0*.tar'")
-    return {name: pattern for name, _, pattern in pairs} or None
+    globs = {name: pattern for name, _, pattern in pairs}
+    if len(globs) < len(pairs):
+        raise UsageError("--split names one split twice; write one pattern that matches all its shards")
+    return globs or None
 
 
 def _print(manifest: Manifest, folder: str) -> None:
