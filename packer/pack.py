@@ -21,7 +21,7 @@ import numpy as np
 
 from packer import __version__
 from packer.engines import local_engine
-from packer.errors import ProblemsError, UsageError
+from packer.errors import ProblemsError, SourceError, UsageError
 from packer.finish import finish
 from packer.formats import get_format
 from packer.index import NamesToWrite, Rows
@@ -32,7 +32,7 @@ from packer.sample import printable
 from packer.shard import Encoder, Finished, ShardTask, write_shard
 from packer.sources.base import Scan, ScanProgress, Source
 from packer.storage import PARTIAL, write_json
-from packer.strings import Int64s, Taken
+from packer.strings import Int64s, Taken, equal_strings
 
 REPORT = "report.json"
 
@@ -210,6 +210,7 @@ def prepare(
         SourceError: see `Source.scan`.
         UsageError: options that contradict the source.
         ProblemsError: files longer than the format can hold, all listed.
+        SourceError: samples of one key, in different splits so far, that would come into the same one.
     """
     scan = source.scan(progress)
     if choose is not None and len(scan):
@@ -217,7 +218,19 @@ def prepare(
     format_ = get_format(options.format)
     _refuse_too_long(scan, format_.name, format_.max_field_bytes)
     planned = plan(scan, format_.sample_bytes(scan), format_.overhead, options.plan)
+    if options.plan.split is not None:
+        _refuse_joined_keys(planned.scan)
     return Prepared(source, options, planned, _printable(scan.skipped))
+
+
+def _refuse_joined_keys(scan: Scan) -> None:
+    """Datasets of others may use a key once in every split; readers would take the two for one sample."""
+    for number, name in enumerate(scan.splits):
+        if equal := equal_strings(scan.keys.take(np.flatnonzero(scan.split == number))):
+            raise SourceError(
+                f"{len(equal)} key(s) of the source are in more than one of its splits and would meet in split "
+                f"{name!r}, for example {printable(equal[0])!r}: pack without --split"
+            )
 
 
 def _refuse_too_long(scan: Scan, name: str, limit: int) -> None:

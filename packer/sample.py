@@ -115,6 +115,35 @@ def unescape_key(key: bytes) -> bytes:
     return unquote_to_bytes(key)
 
 
+_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
+
+
+def key_fault(key: bytes) -> str:
+    r"""Why a stored key must not become the name of a member again, '' where it may.
+
+    Keys of other writers need not be what `escape_key` gives; they must do no harm.
+
+    >>> key_fault(b"cat/1"), key_fault(b"../1"), key_fault(b"a\n")
+    ('', "it climbs out of the folder with '..'", 'it has control bytes')
+    """
+    if _PLAIN_PATH.fullmatch(key) and b".." not in key:
+        return ""
+    try:
+        key.decode("utf-8")
+    except UnicodeDecodeError:
+        return "it is not UTF-8"
+    *folders, base = key.split(b"/")
+    if not base:
+        return "it is empty, or ends with a slash"
+    if b"." in base:
+        return "its base name has a dot, where readers cut"
+    if _CONTROL.search(key):
+        return "it has control bytes"
+    if folders and not folders[0]:
+        return "it is an absolute path"
+    return "it climbs out of the folder with '..'" if b".." in folders else ""
+
+
 def split_extension(name: bytes) -> tuple[bytes, str]:
     """Stem and lower-case extension of a base name; `('name', '')` where there is none.
 

@@ -6,6 +6,7 @@ workers copy it page by page as reference counts move. Two buffers cost 8 bytes 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -156,3 +157,13 @@ def repeated(strings: Strings) -> Int64s:
     several = np.zeros(len(strings), bool)
     several[order[1:][same]] = several[order[:-1][same]] = True
     return np.flatnonzero(several)
+
+
+def equal_strings(strings: Strings) -> list[bytes]:
+    """Those strings that stand more than once in the column, each once, in order.
+
+    >>> equal_strings(Strings.of([b"a", b"b", b"a"]))
+    [b'a']
+    """
+    counts = Counter(strings[i] for i in repeated(strings).tolist())
+    return [one for one, count in counts.items() if count > 1]

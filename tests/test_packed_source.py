@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import Result
+from crc32c import crc32c
 from PIL import Image
 
 import packer.shard
 from packer.errors import ManifestError, OutputError, ShardError, SourceError, UsageError
-from packer.manifest import FILE
+from packer.finish import finish
+from packer.index import Names, empty_rows
+from packer.manifest import FILE, Shard, Split
 from packer.pack import PackOptions, PackResult, pack
 from packer.packed import Packed
 from packer.plan import PlanOptions
 from packer.sources.base import Source
 from packer.sources.folder import FolderSource
 from packer.sources.packed import PackedSource
+from packer.strings import Strings
 from packer.withdraw import check_withdrawn, selection
 
 Folders = Callable[..., Path]
@@ -312,3 +318,75 @@ def test_a_dataset_made_by_index_is_a_source_too(
     repacked(tmp_path / "again", shards)
     # Their labels are files: the bytes are the same, the names of classes are not known.
     assert shard_bytes(tmp_path / "again") == shard_bytes(tmp_path / "out")
+
+
+# ---------------------------------------------------------------- datasets that are not as packing leaves them
+
+
+def made_by_hand(out: Path, keys: dict[str, list[bytes]]) -> Path:
+    """A dataset of samples of one byte with these keys, by split, whatever they are."""
+    out.mkdir()
+    parts = []
+    for name, listed in keys.items():
+        (out / f"{name}-000000.tar").write_bytes(b"x" * len(listed))
+        rows = empty_rows(len(listed), ["bin"])
+        rows["shard"], rows["label"] = 0, -1
+        rows["bin:offset"], rows["bin:length"], rows["bin:crc32c"] = np.arange(len(listed)), 1, crc32c(b"x")
+        shards = (Shard(f"{name}-000000.tar", len(listed), len(listed), crc32c(b"x" * len(listed))),)
+        stored = Names(Strings.of(listed), (Strings.of([b""] * len(listed)),))
+        parts.append((Split(name, shards if listed else ()), rows, stored))
+    finish(str(out), format="webdataset", splits=parts, fields=["bin"])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (b"\xff\x1b[31m\n../../x", "not UTF-8"),
+        (b"a\nb", "control bytes"),
+        (b"../x", "climbs out"),
+        (b"a/../../x", "climbs out"),
+        (b"/etc/x", "absolute"),
+        (b"a/b.c", "has a dot"),
+        (b"a/", "empty, or ends with a slash"),
+        (b"", "empty"),
+        (b"good", "more than one sample"),
+    ],
+)
+def test_keys_that_would_do_harm_are_refused(tmp_path: Path, key: bytes, words: str) -> None:
+    made_by_hand(tmp_path / "in", {"train": [b"good", key, "ä/v1.0/50%".encode()]})
+    with pytest.raises(SourceError, match=words):
+        repacked(tmp_path / "out", tmp_path / "in")
+    assert not (tmp_path / "out").exists()
+
+
+def test_keys_of_others_that_do_no_harm_are_kept(tmp_path: Path) -> None:
+    keys = ["ä/v1.0/50%".encode(), b"./cat/1", b"a b/c"]
+    made_by_hand(tmp_path / "in", {"train": keys})
+    repacked(tmp_path / "out", tmp_path / "in")
+    assert {key.encode() for _, key in contents(tmp_path / "out")} == set(keys)
+
+
+def test_one_key_in_two_splits_stays_two_samples_or_is_refused(tmp_path: Path) -> None:
+    made_by_hand(tmp_path / "in", {"train": [b"0", b"1"], "val": [b"0"]})
+    repacked(tmp_path / "out", tmp_path / "in")
+    assert contents(tmp_path / "out").keys() == {("train", "0"), ("train", "1"), ("val", "0")}
+    with pytest.raises(SourceError, match="would meet in split"):
+        repacked(tmp_path / "one", tmp_path / "in", plan=PlanOptions(split=(("all", 1.0),)))
+
+
+def test_a_dataset_of_no_sample_is_no_source_but_may_be_merged(tmp_path: Path) -> None:
+    made_by_hand(tmp_path / "empty", {"train": [], "val": []})
+    made_by_hand(tmp_path / "full", {"train": [b"0"]})
+    with pytest.raises(SourceError, match="no sample"):
+        repacked(tmp_path / "out", tmp_path / "empty")
+    repacked(tmp_path / "out", tmp_path / "empty", tmp_path / "full")
+    assert contents(tmp_path / "out").keys() == {("train", "0")}
+
+
+def test_an_index_over_no_member_is_no_source(tmp_path: Path, run_packer: Callable[..., Result]) -> None:
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "train-0.tar", "w"):
+        pass
+    run_packer("index", tmp_path / "in")
+    assert "no sample" in run_packer("shard", tmp_path / "in", tmp_path / "out", exit_code=1).stderr

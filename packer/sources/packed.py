@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import struct
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,9 +13,9 @@ from crc32c import crc32c
 from packer.errors import ShardError, SourceError
 from packer.index import Names, Rows
 from packer.packed import Packed, PackedSplit
-from packer.sample import printable
+from packer.sample import key_fault, printable
 from packer.sources.base import Scan, ScanProgress
-from packer.strings import Int64s, Strings, repeated
+from packer.strings import Int64s, Strings, equal_strings
 
 _PLACE = np.dtype([("dataset", "<i4"), ("split", "<i4"), ("shard", "<i4"), ("crc32c", "<u4"), ("offset", "<i8")])
 _UNPACK = struct.Struct("<iiiIq").unpack
@@ -47,9 +47,12 @@ class PackedSource:
 
         Raises:
             ManifestError: a folder is no packed dataset.
-            SourceError: two samples have the same key, or class lists cannot be joined.
+            SourceError: there is no sample, two samples have the same key, a key would do harm as a
+                member's name, or class lists cannot be joined.
         """
         datasets = [Packed(folder) for folder in self.folders]
+        if not any(len(packed) for dataset in datasets for packed in dataset.values()):
+            raise SourceError(f"{' and '.join(self.folders)} hold no sample: nothing to pack")
         made_cls = all("cls" not in d.manifest.fields or _made(d) for d in datasets) and any(
             "cls" in d.manifest.fields for d in datasets
         )
@@ -58,10 +61,13 @@ class PackedSource:
             {name for d in datasets for name in d.manifest.fields if not (made_cls and name == "cls")},
             key=lambda name: (name != "jpg", name),
         )
-        splits = list(dict.fromkeys(name for d in datasets for name in d))
+        splits = list(dict.fromkeys(name for d in datasets for name in d if len(d[name])))
         parts: list[Scan] = []
         for number, dataset in enumerate(datasets):
             for position, (split, packed) in enumerate(dataset.items()):
+                if not len(packed):
+                    continue
+                _refuse_bad_keys(packed)
                 part = _scan_split(packed, names, number, position)
                 label = part.label if renumber[number] is None else _renumber(part.label, renumber[number])
                 parts.append(replace(part, split=np.full(len(part), splits.index(split), np.int16), label=label))
@@ -177,10 +183,19 @@ def _concatenate(
     )
 
 
+def _refuse_bad_keys(packed: PackedSplit) -> None:
+    """A key becomes the name of a member again: it must be safe, and its sample's own in the split."""
+    path, advice = os.path.join(packed.folder, packed.split.names_file), f"run: packer verify {packed.folder}"
+    keys = packed.names.keys
+    for key in keys:
+        if fault := key_fault(key):
+            raise SourceError(f"{path}: the key {printable(key)!r} cannot be packed: {fault}; {advice}")
+    if equal := equal_strings(keys):
+        raise SourceError(f"{path}: the key {printable(equal[0])!r} stands for more than one sample; {advice}")
+
+
 def _refuse_equal_keys(keys: Strings) -> None:
-    counts = Counter(keys[i] for i in repeated(keys).tolist())
-    equal = [key for key, count in counts.items() if count > 1]
-    if equal:
+    if equal := equal_strings(keys):
         raise SourceError(
             f"{len(equal)} key(s) are in more than one of the datasets, for example "
             f"{', '.join(printable(key) for key in equal[:5])}: leave them out of one with --drop-keys first"
