@@ -125,7 +125,7 @@ def plan(scan: Scan, sample_bytes: Int64s, overhead: int, options: PlanOptions) 
             shards.append(PlannedShard(name, i, start + begin, start + end, int(sizes[begin:end].sum()) + overhead))
         orders.append(members)
         start += len(members)
-    warnings = _missing_classes(scan) + _oversized(shards, options, what="sample(s)" if scan.unit is None else "series")
+    warnings = _empty_classes(scan) + _missing_classes(scan) + _oversized(shards, options, what="sample(s)" if scan.unit is None else "series")
     return Plan(scan, np.concatenate(orders), tuple(shards), tuple(warnings))
 
 
@@ -377,6 +377,23 @@ def _exact_split(scan: Scan, edges: npt.NDArray[np.float64], seed: int) -> npt.N
         split[by_class[begin : begin + count]] = np.searchsorted(ends, np.arange(count), "right")
         begin += count
     return split
+
+
+def empty_classes(scan: Scan) -> tuple[str, ...]:
+    """Names of classes without a sample; none where no sample is known to have a label."""
+    labels = scan.label[scan.label >= 0]
+    if scan.classes is None or not len(labels):
+        return ()
+    counts = np.bincount(labels[labels < len(scan.classes)], minlength=len(scan.classes))
+    return tuple(name for name, count in zip(scan.classes, counts.tolist(), strict=True) if not count)
+
+
+def _empty_classes(scan: Scan) -> list[str]:
+    names = empty_classes(scan)
+    if len(names) > 1:
+        shown = ", ".join(map(printable, names[:5])) + (", …" if len(names) > 5 else "")
+        return [f"{len(names)} of {len(scan.classes or ())} classes have no sample: {shown}"]
+    return [f"class {printable(name)!r} has no sample" for name in names]
 
 
 def _missing_classes(scan: Scan) -> list[str]:

@@ -345,6 +345,24 @@ def test_classes_missing_from_a_split_are_named() -> None:
     assert one.warnings == ("split 'y' has no sample",)
 
 
+@pytest.mark.parametrize(
+    ("labels", "classes", "says"),
+    [
+        ([0, 0, 2], ("a", "b", "c"), ("class 'b' has no sample",)),
+        ([1, 1, 1], ("a", "b", "c", "d", "e", "f", "g\n", "h"), ("7 of 8 classes have no sample: a, c, d, e, f, …",)),
+        ([0, 1, 2], ("a", "b", "c"), ()),
+        ([0, 7, -1], ("a",), ()),  # 7 is a number beyond the names
+        ([-1, -1, -1], ("a", "b"), ()),  # labels are files, and not read yet
+        ([0, 2, 2], None, ()),
+    ],
+)
+def test_classes_without_a_sample_are_named(
+    labels: list[int], classes: tuple[str, ...] | None, says: tuple[str, ...]
+) -> None:
+    scan = scan_of(numbered(3), labels, classes=classes)
+    assert plan(scan, np.ones(3, np.int64), 0, PlanOptions()).warnings == says
+
+
 # ---------------------------------------------------------------- subsets
 
 
