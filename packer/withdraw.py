@@ -16,10 +16,15 @@ from packer.sources.packed import PackedSource
 
 
 def read_keys(path: str) -> frozenset[bytes]:
-    """Keys or original paths, one a line. Raises UsageError for an unreadable or empty file."""
+    """Keys or original paths, one a line, with or without the './' that `find .` writes before them.
+
+    Raises:
+        UsageError: the file cannot be read, or is empty.
+    """
     try:
         with open(path, "rb") as f:
-            keys = frozenset(line for line in (raw.rstrip(b"\r\n") for raw in f) if line.strip())
+            lines = (raw.rstrip(b"\r\n") for raw in f)
+            keys = frozenset(line.removeprefix(b"./") for line in lines if line.strip())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     if not keys:

@@ -258,6 +258,17 @@ def test_a_list_of_keys_may_come_from_any_editor(src: Path, tmp_path: Path, run_
     assert keys == {"train/cat/cat-0", "val/dog/dog-1"}
 
 
+def test_a_list_of_keys_may_come_from_find(src: Path, tmp_path: Path, run_packer: Run) -> None:
+    listed = subprocess.run(["find", ".", "-name", "cat-*"], cwd=src, capture_output=True, check=True).stdout
+    assert listed.startswith(b"./")
+    (tmp_path / "gone.txt").write_bytes(listed)
+    result = run_packer("shard", src, tmp_path / "out", "--drop-keys", tmp_path / "gone.txt")
+    assert f"none of the {len(listed.splitlines())} withdrawn samples" in result.stderr
+    keys = [split.key(i) for split in Packed(tmp_path / "out").values() for i in range(len(split))]
+    assert keys
+    assert not any("cat-" in key for key in keys)
+
+
 def test_withdrawal_says_what_was_checked(src: Path, tmp_path: Path, run_packer: Run) -> None:
     run_packer("shard", src, tmp_path / "out")
     (tmp_path / "gone.txt").write_text("train/cat/cat-0\nval/dog/dog-1.png\n")
