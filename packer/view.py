@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -20,11 +21,13 @@ import numpy as np
 from packer import __version__
 from packer import view_page as html
 from packer.engines import Report, local_engine, no_report
-from packer.errors import BadImageError
+from packer.errors import BadImageError, OutputError
+from packer.manifest import FILE, Manifest
 from packer.packed import Packed, PackedSplit
 from packer.pictures import Picture, decode_rgb, picture_fields
+from packer.sample import printable
 from packer.stats import spread
-from packer.storage import write_atomic
+from packer.storage import PARTIAL, output_error, write_atomic
 from packer.strings import Int64s
 
 MAX_CLASSES = 50
@@ -35,6 +38,15 @@ _SHORT_SIDE = 144  # of a thumbnail: 88 CSS pixels at 1.6 device pixels
 _LONG_SIDE = 320
 _PIXEL_ART = 48  # pictures this small are shown pixel by pixel
 _AT_ONCE = 24
+
+_REPORT = "report.json"  # of what packing left out
+#: What every page begins with, and nothing else does.
+_HEAD = b"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="generator" content="packer view">
+"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ def view(
 
     Args:
         folder: a packed dataset.
-        output: the HTML file to write; one that is there is replaced.
+        output: the HTML file to write; an earlier page that is there is replaced, and nothing else is.
         split: show only this split.
         per_class: pictures of each class. At most `MAX_CLASSES` classes and `MAX_PICTURES` pictures are shown.
         workers: processes; None takes one per CPU that may be used.
@@ -77,18 +89,59 @@ def view(
         ManifestError: no packed dataset.
         UsageError: no such split.
         ShardError: a shard is truncated or damaged.
-        OutputError: the file cannot be written.
+        OutputError: the file cannot be written, or is there and is no page of ours.
 
     >>> view("out/", "out.html").pictures                                    # doctest: +SKIP
     600
     """
     dataset = Packed(folder)
+    path = os.fspath(output)
+    _refuse_overwriting(path, dataset)
     shown = _Shown(list(dataset.only(split).values()), dataset.manifest.classes)
     groups = list(shown.groups(per_class))
     tiles = _tiles(shown, groups, workers, progress or no_report)
     page = _page(dataset, shown, groups, tiles).encode("utf-8")
-    write_atomic(os.fspath(output), [page])
-    return Page(os.fspath(output), len(tiles), len(groups), len(page))
+    _refuse_overwriting(path, dataset)
+    write_atomic(path, [page])
+    return Page(path, len(tiles), len(groups), len(page))
+
+
+def _refuse_overwriting(path: str, dataset: Packed) -> None:
+    """The page takes the place of an earlier page only: neither of the dataset's files, nor of anything else's."""
+    name, folder = os.path.basename(path), os.path.dirname(path) or "."
+    advice = "choose another name, such as view.html"
+    if name.endswith(PARTIAL) or (name in _own_files(dataset.manifest) and _same_folder(folder, dataset.folder)):
+        raise OutputError(f"{printable(path)} is the name of a file of the dataset; {advice}")
+    try:
+        # Not through a link: the page would replace the link, or the file that it leads to.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if os.path.islink(path):
+            raise OutputError(f"{printable(path)} is a link; {advice}") from error
+        raise output_error(path, error) from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OutputError(f"{printable(path)} is not a regular file; {advice}")
+        head = os.read(fd, len(_HEAD))
+    finally:
+        os.close(fd)
+    if head != _HEAD:
+        raise OutputError(f"{printable(path)} is there already and is no page that packer wrote; {advice}")
+
+
+def _own_files(manifest: Manifest) -> set[str]:
+    splits = manifest.splits.values()
+    beside = {name for split in splits for name in (split.index_file, split.names_file, split.wids_file)}
+    return {FILE, _REPORT, *beside, *manifest.sidecars, *(shard.name for split in splits for shard in split.shards)}
+
+
+def _same_folder(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
 
 
 def _page(dataset: Packed, shown: _Shown, groups: Sequence[_Group], tiles: dict[int, str]) -> str:

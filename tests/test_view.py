@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import tarfile
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from click.testing import Result
 from conftest import picture
 from PIL import Image
 
+from packer.errors import OutputError
 from packer.indexing import index_folder
 from packer.pack import PackOptions, pack
 from packer.sources.folder import FolderSource
@@ -139,6 +141,56 @@ def test_the_page_lies_in_the_dataset_and_harms_nothing(out: Path, run_packer: C
     }
     assert verify(out).problems == []
     assert "cannot write" in run_packer("view", out, "-o", out / "no" / "x.html", exit_code=1).output
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("spelled", ["{}", "../out/{}", "./{}"])
+def test_the_page_replaces_no_file_of_the_dataset(out: Path, run_packer: Callable[..., Result], spelled: str) -> None:
+    before = contents(out.parent)
+    for name in sorted(path.name for path in out.iterdir()):
+        run_packer("view", out, "-o", f"{out}/{spelled.format(name)}", exit_code=1)
+    assert contents(out.parent) == before
+
+
+def test_not_even_one_that_is_missing(out: Path, tmp_path: Path) -> None:
+    (out / "train.names").unlink()
+    (tmp_path / "link").symlink_to(out)
+    for name in ("train.names", "train-000000.tar.partial"):
+        for folder in (out, tmp_path / "link"):
+            with pytest.raises(OutputError, match="a file of the dataset"):
+                view(out, folder / name)
+
+
+def test_the_page_replaces_an_earlier_page_and_nothing_else(out: Path, tmp_path: Path) -> None:
+    view(out, tmp_path / "page.html")
+    view(out, tmp_path / "page.html", per_class=1)
+    assert len(Page(tmp_path / "page.html").tiles["red"]) == 1
+    (tmp_path / "thesis.html").write_text("<!doctype html>\nyears of work")
+    (tmp_path / "empty").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "page.html")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    before = contents(tmp_path)
+    for name, says in {
+        "thesis.html": "no page that packer wrote",
+        "empty": "no page that packer wrote",
+        "link": "is a link",
+        "dangling": "is a link",
+        "pipe": "not a regular file",
+        "src": "not a regular file",
+    }.items():
+        with pytest.raises(OutputError, match=says):
+            view(out, tmp_path / name)
+    assert contents(tmp_path) == before
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "nowhere").exists()
+
+
+def test_an_empty_name_is_refused(out: Path, run_packer: Callable[..., Result]) -> None:
+    run_packer("view", out, "-o", "", exit_code=2)
+    assert not (out / "view.html").exists()
 
 
 EVIL = [

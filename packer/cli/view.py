@@ -16,7 +16,7 @@ from packer.cli.options import as_json, dataset, human_bytes, quiet, workers
     "-o",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="The page to write. Default: view.html in the dataset's folder.",
+    help="The page to write; an earlier page is replaced. Default: view.html in the dataset's folder.",
 )
 @click.option("--split", metavar="NAME", help="Show only this split.")
 @click.option(
@@ -56,7 +56,9 @@ def command(
     from packer.cli.progress import Bar
     from packer.view import view
 
-    path = output or os.path.join(dataset, "view.html")
+    if output == "":
+        raise click.UsageError("--output is empty; leave it out to write view.html into the dataset's folder")
+    path = os.path.join(dataset, "view.html") if output is None else output
     with Bar("drawing", "pictures", quiet=quiet) as bar:
         page = view(dataset, path, split=split, per_class=samples, workers=workers, progress=bar.update)
     if as_json:
