@@ -22,6 +22,9 @@ VERSION = 1
 #: Half a million shards fit; more is an attack on memory.
 MAX_BYTES = 64 << 20
 
+#: Samples of a split, and bytes of a shard, that are believed; arrays of such lengths can still be spoken of.
+_MOST_SAMPLES, _MOST_BYTES = 1 << 40, 1 << 60
+
 # A shard's name is joined to the dataset's folder: one component, nothing that climbs or hides.
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][^/\\\x00]*")
 
@@ -165,12 +168,18 @@ class Manifest:
                     _check_name(shard.name, path)
                     if shard.samples < 0 or shard.bytes < 0:
                         raise ManifestError(f"{path}: shard {shard.name!r} has a negative size")
+                    if shard.bytes >= _MOST_BYTES:
+                        raise ManifestError(f"{path}: shard {shard.name!r} cannot have {shard.bytes} bytes")
                 splits[name] = Split(name, shards)
                 if splits[name].samples != entry["samples"]:
                     raise ManifestError(
                         f"{path}: split {name!r} says {entry['samples']!r} samples, "
                         f"its shards add up to {splits[name].samples}"
                     )
+                if splits[name].samples >= _MOST_SAMPLES:
+                    raise ManifestError(f"{path}: split {name!r} cannot have {splits[name].samples} samples")
+            if not splits:
+                raise ManifestError(f"{path} names no split; pack again, or run 'packer index' on the folder")
             classes = value.get("classes")
             return Manifest(
                 format=str(value["format"]),

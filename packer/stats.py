@@ -212,7 +212,7 @@ def _class_name(label: int, classes: Sequence[str] | None) -> str:
 
 def has_picture(packed: PackedSplit) -> npt.NDArray[np.bool_]:
     """Which samples have a picture, (n,)."""
-    found = np.zeros(len(packed), bool)
+    found = np.zeros(len(packed.rows), bool)  # opening the index compares its length with the manifest
     for name in picture_fields(packed.fields):
         found |= packed.rows[f"{name}:length"] >= 0
     return found

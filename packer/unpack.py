@@ -130,9 +130,9 @@ def _choose(splits: list[PackedSplit], keys: frozenset[bytes] | None, limit: int
     found: set[bytes] = set()
     wanted = []
     for packed in splits:
-        samples = np.arange(len(packed))
+        samples = np.arange(len(packed.rows))  # opening the index compares its length with the manifest
         if keys is not None:
-            listed = np.zeros(len(packed), bool)
+            listed = np.zeros(len(samples), bool)
             for column in (packed.names.keys, *packed.names.paths):
                 hits = [i for i, name in enumerate(column) if name in keys]
                 found.update(column[i] for i in hits)
@@ -184,7 +184,7 @@ class _Files:
             for whole, piece in zip(columns, (samples[at], *places), strict=True):
                 whole.append(piece)
         sample, offset, length, crc = (np.concatenate([np.zeros(0, np.int64), *pieces]) for pieces in columns)
-        shard_of = np.zeros(len(packed), np.int64)
+        shard_of = np.zeros(len(packed.rows), np.int64)
         shard_of[samples] = rows["shard"]
         order = np.lexsort((offset, shard_of[sample]))
         sample = sample[order]

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import picture
@@ -14,12 +15,13 @@ from crc32c import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from packer.errors import PackerError, ShardError
+from packer.errors import ManifestError, PackerError, ShardError
 from packer.manifest import FILE, checksum
 from packer.pack import PackOptions, pack
 from packer.packed import Packed
 from packer.plan import PlanOptions
 from packer.sources.folder import FolderSource
+from packer.sources.packed import PackedSource
 from packer.stats import stats
 from packer.unpack import unpack
 from packer.verify import verify
@@ -38,8 +40,12 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_with_fitting_checksums(out: Path, name: str, data: bytes) -> None:
     (out / name).write_bytes(data)
+    change_manifest(out, lambda value: value["sidecars"].update({name: {"bytes": len(data), "crc32c": crc32c(data)}}))
+
+
+def change_manifest(out: Path, change: Callable[[Any], object]) -> None:
     value = json.loads((out / FILE).read_text())
-    value["sidecars"][name] = {"bytes": len(data), "crc32c": crc32c(data)}
+    change(value)
     (out / FILE).write_text(json.dumps(value | {"crc32c": checksum(value)}))
 
 
@@ -47,11 +53,25 @@ def read_everything(out: Path) -> object:
     return [split.sample(i, check=True) for split in Packed(out).values() for i in range(len(split))]
 
 
+def read_as_source(out: Path) -> None:
+    source = PackedSource((str(out),))
+    scan = source.scan()
+    assert scan.locators is not None
+    reader = source.reader()
+    try:
+        for place, size in zip(scan.locators, scan.sizes.tolist(), strict=True):
+            if size <= 1 << 20:  # as much as packing takes memory for at once
+                reader.read([place], [memoryview(bytearray(size))])
+    finally:
+        reader.close()
+
+
 READERS: dict[str, Callable[[Path], object]] = {
     "read": read_everything,
     "stats": lambda out: stats(out, workers=1),
     "view": lambda out: view(out, out.parent / "page.html", workers=1),
     "unpack": lambda out: unpack(out, out.parent / "dst", workers=1),
+    "source": read_as_source,
 }
 NUMBERS = [0, 1, -1, -2, 2**31 - 1, -(2**31), 2**32, 2**40, 2**62, 2**63 - 1, -(2**63)]
 EDGES = st.sampled_from(
@@ -82,6 +102,37 @@ def test_readers_end_in_words(intact: Path, name: str, where: float, edge: bytes
         for file, content in before.items():
             (intact / file).write_bytes(content)
         shutil.rmtree(intact.parent / "dst", ignore_errors=True)
+
+
+@pytest.mark.parametrize("samples", [-1, 5, 10**9, 10**15, 10**30])
+@pytest.mark.parametrize("reader", READERS)
+def test_counts_are_compared_before_memory_is_taken_for_them(
+    intact: Path, tmp_path: Path, reader: str, samples: int
+) -> None:
+    out = shutil.copytree(intact, tmp_path / "out")
+
+    def grow(manifest: Any) -> None:
+        for split in manifest["splits"].values():
+            others = sum(shard["samples"] for shard in split["shards"][1:])
+            split["samples"], split["shards"][0]["samples"] = samples, samples - others
+
+    change_manifest(out, grow)
+    with pytest.raises(ManifestError, match=r"samples|negative|another dataset"):
+        READERS[reader](out)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("change", [
+    lambda manifest: manifest["splits"].clear(),
+    lambda manifest: manifest["splits"]["train"]["shards"][0].update(bytes=10**30),
+])  # fmt: skip
+def test_impossible_manifests_are_refused(
+    intact: Path, tmp_path: Path, reader: str, change: Callable[[Any], object]
+) -> None:
+    out = shutil.copytree(intact, tmp_path / "out")
+    change_manifest(out, change)
+    with pytest.raises(ManifestError, match=FILE):
+        READERS[reader](out)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "endless"])
