@@ -62,7 +62,8 @@ def find_shards(where: str) -> tuple[str, list[str]]:
     """The shards that a folder, or a pattern, stands for.
 
     Args:
-        where: a folder with `.tar` files; or file names with `{000000..000012}`, `*` and `?`, joined by `::`.
+        where: a folder with `.tar` files (`.TAR` too; hidden files are no shards); or file names
+            with `{000000..000012}`, `*` and `?`, joined by `::`.
 
     Returns:
         Their folder, and their names in it: as listed for a pattern, in natural order for a folder.
@@ -80,11 +81,13 @@ def find_shards(where: str) -> tuple[str, list[str]]:
             "beside its shards: index each folder by itself, or make one folder of links to them"
         )
     names = [os.path.basename(path) for path in paths]
-    for name in names:
-        if not is_plain_name(name):
-            raise UsageError(
-                f"a shard named {printable(name)!r} cannot be indexed; rename it to begin with a letter or digit"
-            )
+    if odd := [name for name in names if not is_plain_name(name)]:
+        listed = ", ".join(repr(printable(name)) for name in odd[:20])
+        more = f", … and {len(odd) - 20:,} more" if len(odd) > 20 else ""
+        raise UsageError(
+            f"shards with these names cannot be indexed: {listed}{more}; rename them to begin with a letter or digit "
+            "of ASCII, or leave them out by a pattern"
+        )
     if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
         raise UsageError(f"{where!r} names {printable(twice[0])!r} twice")
     return next(iter(folders)) or ".", names
@@ -95,10 +98,11 @@ def _in_folder(folder: str) -> list[str]:
         entries = sorted(os.listdir(folder), key=_natural)
     except OSError as error:
         raise SourceError(f"{printable(folder)}: {error.strerror}") from error
-    shards = [os.path.join(folder, name) for name in entries if name.endswith(".tar") and is_plain_name(name)]
+    # A hidden file is none of the shards, as for a shell (macOS leaves '._x.tar' beside 'x.tar').
+    shards = [os.path.join(folder, name) for name in entries if _is_tar(name)]
     if shards:
         return shards
-    below = [name for name in entries if glob.glob(os.path.join(glob.escape(os.path.join(folder, name)), "*.tar"))]
+    below = [name for name in entries if any(map(_is_tar, _listed(os.path.join(folder, name))))]
     if below:
         commands = "\n".join(f"  packer index {os.path.join(folder, name)}" for name in below[:20])
         raise SourceError(
@@ -112,6 +116,17 @@ def _in_folder(folder: str) -> list[str]:
             "tar files: uncompress them first"
         )
     raise SourceError(f"{printable(folder)} holds no .tar files")
+
+
+def _is_tar(name: str) -> bool:
+    return name.lower().endswith(".tar") and not name.startswith(".")
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _by_pattern(pattern: str) -> list[str]:

@@ -270,6 +270,21 @@ def test_finds_shards_by_folder_and_by_pattern(tmp_path):
     assert find_shards(f"{tmp_path}/t*.tar")[1] == ["t-1.tar", "t-2.tar", "t-10.tar"]
 
 
+def test_no_shard_of_a_folder_is_left_out_silently(tmp_path, run_packer):
+    for name in ("ok.tar", "UPP.TAR", "Mixed.Tar"):
+        write_tar(tmp_path / name, {f"{name[0]}.txt": b""})
+    assert find_shards(str(tmp_path))[1] == ["Mixed.Tar", "UPP.TAR", "ok.tar"]
+    assert index_folder(tmp_path, workers=1).samples == 3
+    odd = ["-x.tar", "--x.tar", "é.tar", "+.TAR", "a\\b.tar"]
+    for name in odd:
+        write_tar(tmp_path / name, {"a.txt": b""})
+    (tmp_path / FILE).unlink()
+    message = run_packer("index", tmp_path, exit_code=2).stderr
+    assert all(repr(name) in message for name in odd)
+    assert "ok.tar" not in message and "rename them" in message
+    assert not (tmp_path / FILE).exists()
+
+
 def test_splits_come_from_names_or_from_the_folder(tmp_path):
     names = ["imagenet1k-train-0000.tar", "imagenet1k-validation-00.tar", "test_0.tar", "trainer-1.tar"]
     assert group_by_split("shards", names) == {
