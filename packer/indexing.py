@@ -21,7 +21,7 @@ from crc32c import crc32c
 from packer.engines import Report, local_engine, no_report
 from packer.errors import BadImageError, ManifestError, OutputError, ProblemsError, ShardError, UsageError
 from packer.finish import WEBDATASET, finish
-from packer.formats.tar_reader import Member, TarError, group_samples, iter_members
+from packer.formats.tar_reader import Member, TarError, group_samples, iter_members, open_shard
 from packer.imaging import probe
 from packer.index import Names, Rows, empty_rows
 from packer.manifest import FILE, Manifest, Shard, Split
@@ -188,7 +188,7 @@ def _index_shard(path: str, report: Report) -> _Indexed:
     """Read one shard. A defect of the shard becomes `problem`, so that all shards' defects are told at once."""
     name = os.path.basename(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_shard(path)
     except OSError as error:
         return _Indexed(name, problem=error.strerror)
     try:

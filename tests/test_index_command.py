@@ -19,8 +19,9 @@ from crc32c import crc32c
 from PIL import Image
 
 from packer import indexing
-from packer.errors import OutputError, ProblemsError, SourceError, UsageError
+from packer.errors import OutputError, ProblemsError, ShardError, SourceError, UsageError
 from packer.finish import finish
+from packer.formats.tar_reader import iter_members
 from packer.imaging import ImageInfo
 from packer.index import Names, empty_rows
 from packer.indexing import index_folder
@@ -381,6 +382,21 @@ def test_every_truncated_shard_is_named_with_its_offset(tmp_path, run_packer):
     assert "train-2.tar: at offset 1536: truncated: the file ends here" in result.stderr
     assert "train-3.tar: at offset 0: an empty file" in result.stderr
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.tar")
+    (tmp_path / "zero.tar").symlink_to("/dev/zero")
+    (tmp_path / "folder.tar").mkdir()
+    write_tar(tmp_path / "ok.tar", labelled(0, 1))
+    run = subprocess.run(
+        [sys.executable, "-m", "packer", "index", str(tmp_path), "-j", "1"], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 1
+    for name in ("pipe.tar", "zero.tar", "folder.tar"):
+        assert f"{name}: not a regular file" in run.stderr
+        with pytest.raises(ShardError, match="not a regular file"):
+            next(iter_members(tmp_path / name))
 
 
 def test_keys_used_twice_are_listed(tmp_path):

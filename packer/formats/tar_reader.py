@@ -9,8 +9,10 @@ Sparse and multi-volume archives are refused, since their members are not byte r
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -119,13 +121,26 @@ def iter_members(file: str | os.PathLike[str] | int, *, shard: str | None = None
         return
     path = os.fspath(file)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_shard(path)
     except OSError as error:
         raise ShardError(f"{printable(path)}: {error.strerror}") from error
     try:
         yield from _Walk(fd, shard or path).members()
     finally:
         os.close(fd)
+
+
+def open_shard(path: str) -> int:
+    """A file descriptor for pread. Neither a pipe nor a device is a shard, and neither is waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return fd
 
 
 @dataclass
