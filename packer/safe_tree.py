@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import resource
-import shutil
 from collections import OrderedDict
 from types import TracebackType
 
@@ -20,7 +19,7 @@ WORK_NAME = ".unpack" + PARTIAL
 
 # Components of 1 to 255 bytes, none of them '.' or '..', no zero byte.
 _COMPONENT = rb"(?!\.{1,2}(?:/|\Z))[^/\0]{1,255}"
-_SAFE_PATH = re.compile(_COMPONENT + rb"(?:/" + _COMPONENT + rb"){0,200}")
+_SAFE_PATH = re.compile(_COMPONENT + rb"(?:/" + _COMPONENT + rb")*")
 _MAX_PATH_BYTES = 4095  # PATH_MAX
 
 _OPEN_FOLDERS = 2048  # ImageNet's thousand classes come in random order
@@ -43,7 +42,7 @@ def unsafe(path: bytes) -> str | None:
         return "contains a zero byte"
     if b"" in parts or b"." in parts:
         return "has an empty component or '.'"
-    return "is longer or deeper than file systems take"
+    return "is longer than file systems take"
 
 
 class Place:
@@ -85,7 +84,8 @@ class Place:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._made:
-            shutil.rmtree(self.work, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(self.work)
 
     def finish(self) -> None:
         """Everything is written: give it its name."""
@@ -101,6 +101,52 @@ class Place:
             raise OutputError(
                 f"cannot move {self.work} into place: {error.strerror}; all files are there, move them yourself"
             ) from error
+
+
+def remove_tree(root: str) -> None:
+    """Delete a folder with all that is in it, however deep, following no link.
+
+    What lies in a subfolder is moved up before the subfolder goes, so no path grows long, and neither Python's
+    stack nor the number of open files sets a limit.
+
+    Raises:
+        OSError: something cannot be deleted; the rest may be gone.
+    """
+    top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        left = [entry.name for entry in _scan(top) if not _unlinked(top, entry)]
+        prefix = "moved"
+        while any(name.startswith(prefix) for name in left):
+            prefix += "-"
+        moved = 0
+        while left:
+            name = left.pop()
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
+            try:
+                for entry in _scan(fd):
+                    if not _unlinked(fd, entry):
+                        up = f"{prefix}{moved}"
+                        os.rename(entry.name, up, src_dir_fd=fd, dst_dir_fd=top)
+                        left.append(up)
+                        moved += 1
+            finally:
+                os.close(fd)
+            os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+    os.rmdir(root)
+
+
+def _scan(fd: int) -> list[os.DirEntry[str]]:
+    with os.scandir(fd) as entries:
+        return list(entries)
+
+
+def _unlinked(folder: int, entry: os.DirEntry[str]) -> bool:
+    if entry.is_dir(follow_symlinks=False):
+        return False
+    os.unlink(entry.name, dir_fd=folder)
+    return True
 
 
 class Tree:
@@ -138,14 +184,19 @@ class Tree:
             raise _output_error(self._root, path, error) from error
 
     def _folder(self, path: bytes) -> int:
-        if not path:
-            return self._top
-        fd = self._fds.get(path)
-        if fd is not None:
+        below: list[bytes] = []
+        while path and path not in self._fds:
+            below.append(path)
+            path = path.rpartition(b"/")[0]
+        if path:
             self._fds.move_to_end(path)
-            return fd
-        above, _, name = path.rpartition(b"/")
-        parent = self._folder(above)
+        fd = self._fds[path] if path else self._top
+        for folder in reversed(below):
+            fd = self._enter(fd, folder)
+        return fd
+
+    def _enter(self, parent: int, path: bytes) -> int:
+        name = path.rpartition(b"/")[2]
         if path not in self._made:
             with contextlib.suppress(FileExistsError):  # another worker was first
                 os.mkdir(name, dir_fd=parent)
