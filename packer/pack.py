@@ -27,9 +27,9 @@ from packer.formats import get_format
 from packer.index import NamesToWrite, Rows
 from packer.job import complete, own
 from packer.manifest import Manifest, Shard, Split
-from packer.plan import Plan, PlannedShard, PlanOptions, plan
+from packer.plan import Plan, PlannedShard, PlanOptions, empty_classes, plan
 from packer.sample import printable
-from packer.shard import Encoder, Finished, ShardTask, write_shard
+from packer.shard import Encoder, Finished, ShardTask, label_warnings, write_shard
 from packer.sources.base import Scan, ScanProgress, Source
 from packer.storage import PARTIAL, write_json
 from packer.strings import Int64s, Taken, equal_strings
@@ -311,7 +311,7 @@ def pack_prepared(prepared: Prepared, out: str | os.PathLike[str], *, progress: 
         False,
         prepared.skipped,
         broken,
-        [*prepared.plan.warnings, *_emptied(prepared.scan, manifest)],
+        [*prepared.plan.warnings, *_emptied(prepared.scan, manifest), *label_warnings(finished.values())],
         time.monotonic() - begin,
         len(resumed),
         sum(shard.bytes for name, shard in finished.items() if name not in resumed),
@@ -409,7 +409,7 @@ def _finish(
             splits.append((split, _rows([done for _, done in shards], state, fields), _names(scan, order, len(fields))))
     entries = [("rule", *entry) for entry in prepared.skipped] + [("broken", *entry) for entry in broken]
     listed = [{"path": path, "reason": reason, "kind": kind} for kind, path, reason in entries]
-    write_json(os.path.join(out, REPORT), {"skipped": listed})
+    write_json(os.path.join(out, REPORT), {"skipped": listed, "empty_classes": [*map(printable, empty_classes(scan))]})
     return finish(
         out,
         format=prepared.options.format,

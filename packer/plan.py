@@ -125,7 +125,11 @@ def plan(scan: Scan, sample_bytes: Int64s, overhead: int, options: PlanOptions) 
             shards.append(PlannedShard(name, i, start + begin, start + end, int(sizes[begin:end].sum()) + overhead))
         orders.append(members)
         start += len(members)
-    warnings = _empty_classes(scan) + _missing_classes(scan) + _oversized(shards, options, what="sample(s)" if scan.unit is None else "series")
+    warnings = (
+        _empty_classes(scan)
+        + _missing_classes(scan)
+        + _oversized(shards, options, what="sample(s)" if scan.unit is None else "series")
+    )
     return Plan(scan, np.concatenate(orders), tuple(shards), tuple(warnings))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -88,6 +88,7 @@ class Finished:
         broken: `(path, reason)` of files that were left out.
         dropped: positions in the shard's plan of the samples that were left out.
         encoded: what the encoder did, counted.
+        unread_labels: how many `cls` files hold no class number.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Finished:
     broken: tuple[tuple[str, str], ...] = ()
     dropped: tuple[int, ...] = ()
     encoded: dict[str, int] = field(default_factory=dict)
+    unread_labels: int = 0
 
     @staticmethod
     def load(out: str, state: str, name: str, *, planned: int, skip: bool) -> Finished | None:
@@ -138,6 +140,13 @@ class Finished:
         return kept
 
 
+def label_warnings(shards: Iterable[Finished]) -> list[str]:
+    """What the user should know of `cls` files that hold no class number (−1, which says there is none, aside)."""
+    count = sum(shard.unread_labels for shard in shards)
+    what = "1 cls file holds" if count == 1 else f"{count:,} cls files hold"
+    return [f"{what} no class number: no label (−1) in the index"] if count else []
+
+
 def write_shard(task: ShardTask, report: Report) -> Finished:
     """Write one shard under a temporary name, make its rows durable, then rename it into place.
 
@@ -157,7 +166,15 @@ def write_shard(task: ShardTask, report: Report) -> Finished:
         facts = write_atomic(os.path.join(task.state, task.name + ".rows"), [rows])
         size, checksum = written if run.count else (0, 0)
         done = Finished(
-            task.name, run.count, size, checksum, facts.crc32c, tuple(run.broken), tuple(run.dropped), run.encoded
+            task.name,
+            run.count,
+            size,
+            checksum,
+            facts.crc32c,
+            tuple(run.broken),
+            tuple(run.dropped),
+            run.encoded,
+            run.unread_labels,
         )
         write_json(os.path.join(task.state, task.name + ".json"), vars(done), indent=None)
         if run.count:
@@ -204,6 +221,7 @@ class _Run:
         self.broken: list[tuple[str, str]] = []
         self.dropped: list[int] = []
         self.encoded: dict[str, int] = {}
+        self.unread_labels = 0
         self._unfit: dict[int, BadImageError] = {}  # by file: pictures that could not be changed
         self._images = np.array([is_image_field(name) for name in scan.fields] or [False])
         self._cls = {label: (text := b"%d" % label, crc32c(text)) for label in np.unique(scan.label).tolist()}
@@ -303,6 +321,7 @@ class _Run:
             sample = int(layout.file_samples[i])
             if labels[sample] < 0:
                 labels[sample] = label_of(views[i])
+                self.unread_labels += bool(labels[sample] < 0 and views[i].tobytes().strip() != b"-1")
         return labels
 
     def _probe(self, views: list[memoryview]) -> tuple[npt.NDArray[np.int32], dict[int, BadImageError]]:

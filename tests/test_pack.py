@@ -402,11 +402,27 @@ def test_labels_that_are_files_reach_the_index(
     (sidecars / "s2.cls").write_bytes(b"cat")
     if large:
         monkeypatch.setattr(packer.shard, "LARGE_BYTES", 1000)
-    pack(FolderSource(str(sidecars)), tmp_path / "out", options())
+    result = pack(FolderSource(str(sidecars)), tmp_path / "out", options())
+    assert result.warnings == ["1 cls file holds no class number: no label (−1) in the index"]
     split = Packed(tmp_path / "out")["train"]
     labels = {split.key(i): int(split.rows[i]["label"]) for i in range(len(split))}
     assert labels == {"s0": 0, "s1": 1, "s2": -1, "s3": 3, "s4": 4, "s5": 5}
     assert {split.key(i): split.read(i, "cls") for i in range(len(split))}["s5"] == b"5\n"
+
+
+def test_label_files_that_hold_no_number_are_counted(sidecars: Path, tmp_path: Path) -> None:
+    for i, text in enumerate((b"cat", b"1.5\n", b"\xff", b"-1\n", b" 7 ")):
+        (sidecars / f"s{i}.cls").write_bytes(text)
+    result = pack(FolderSource(str(sidecars)), tmp_path / "out", options(plan=PlanOptions(shard_samples=2)))
+    assert result.warnings == ["3 cls files hold no class number: no label (−1) in the index"]
+
+
+def test_the_report_lists_classes_without_a_sample(source: FolderSource, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        os.makedirs(os.path.join(source.root, split, "unseen"))
+    result = pack(source, tmp_path / "out", options())
+    assert result.warnings == ["class 'unseen' has no sample"]
+    assert json.loads((tmp_path / "out" / REPORT).read_text())["empty_classes"] == ["unseen"]
 
 
 def test_large_labelled_and_resized_samples(
