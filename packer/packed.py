@@ -27,6 +27,7 @@ from packer.manifest import Manifest, Shard, Split
 from packer.sample import printable
 
 _LARGE = 1 << 26  # from here on a length is looked at before memory is taken for it
+_PIECE = 1 << 20
 
 
 class Packed(Mapping[str, "PackedSplit"]):
@@ -43,7 +44,8 @@ class Packed(Mapping[str, "PackedSplit"]):
         self.folder = os.fspath(folder)
         self.manifest = Manifest.load(self.folder)
         self._splits = {
-            name: PackedSplit(self.folder, split, self.manifest.fields) for name, split in self.manifest.splits.items()
+            name: PackedSplit(self.folder, split, self.manifest.fields, self.manifest.sidecars)
+            for name, split in self.manifest.splits.items()
         }
 
     def __getitem__(self, name: str) -> PackedSplit:
@@ -69,6 +71,11 @@ class Packed(Mapping[str, "PackedSplit"]):
     def __len__(self) -> int:
         return len(self._splits)
 
+    def check_sidecars(self) -> None:
+        """Compare all index and names files with their checksums; see `PackedSplit.check_sidecars`."""
+        for split in self.values():
+            split.check_sidecars()
+
 
 class PackedSplit:
     """Random access to one split. Cheap to open, picklable, safe in threads and forked workers.
@@ -78,15 +85,19 @@ class PackedSplit:
         fields: field names.
     """
 
-    def __init__(self, folder: str, split: Split, fields: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: str, split: Split, fields: tuple[str, ...], sidecars: Mapping[str, Mapping[str, int]]
+    ) -> None:
         self.folder = folder
         self.split = split
         self.fields = fields
+        names = (split.index_file, split.names_file)
+        self._sidecars = {name: dict(sidecars[name]) for name in names if name in sidecars}
         self._fds: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (PackedSplit, (self.folder, self.split, self.fields))
+        return (PackedSplit, (self.folder, self.split, self.fields, self._sidecars))
 
     def __len__(self) -> int:
         return self.split.samples
@@ -99,13 +110,48 @@ class PackedSplit:
     @cached_property
     def rows(self) -> Rows:
         """The index, memory-mapped on first use."""
-        path = os.path.join(self.folder, self.split.index_file)
-        return load_rows(path, self.split.samples, self.fields)
+        rows = load_rows(os.path.join(self.folder, self.split.index_file), self.split.samples, self.fields)
+        self._check_size(self.split.index_file)
+        return rows
 
     @cached_property
     def names(self) -> Names:
         """Keys and original paths, memory-mapped on first use."""
-        return Names.load(os.path.join(self.folder, self.split.names_file), self.split.samples, self.fields)
+        names = Names.load(os.path.join(self.folder, self.split.names_file), self.split.samples, self.fields)
+        self._check_size(self.split.names_file)
+        return names
+
+    def _check_size(self, name: str) -> None:
+        """One stat, so that opening stays as cheap as it is."""
+        size = os.stat(os.path.join(self.folder, name)).st_size
+        if name in self._sidecars and size != self._sidecars[name]["bytes"]:
+            raise self._damaged(name, f"{size} bytes, not {self._sidecars[name]['bytes']} as written")
+
+    def check_sidecars(self) -> None:
+        """Compare index and names file with the checksums in the manifest.
+
+        Reads both files whole: for who copies what they say, not for who opens a dataset to train.
+
+        Raises:
+            ManifestError: one of them is damaged, or missing.
+        """
+        _ = self.rows, self.names  # says more exactly what is wrong with many a damaged file
+        for name, facts in self._sidecars.items():
+            checksum = 0
+            try:
+                with open(os.path.join(self.folder, name), "rb") as f:
+                    while piece := f.read(_PIECE):
+                        checksum = crc32c(piece, checksum)
+            except OSError as error:
+                raise self._damaged(name, error.strerror or str(error)) from error
+            if checksum != facts["crc32c"]:
+                raise self._damaged(name, "crc32c mismatch")
+
+    def _damaged(self, name: str, what: str) -> ManifestError:
+        return ManifestError(
+            f"{os.path.join(self.folder, name)} is damaged: {what}; restore it from a copy, or run "
+            f"'packer index {self.folder} --force' to rebuild it"
+        )
 
     def key(self, i: int) -> str:
         """The key of sample i."""

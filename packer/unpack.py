@@ -65,6 +65,7 @@ def unpack(
 
     Raises:
         UnsafeNameError: a name would leave `dst`, or two files would have the same; nothing was written.
+        ManifestError: no packed dataset, or its index or names file is damaged; nothing was written.
         ShardError: a shard is truncated, or a checksum differs; what was written is removed.
         OutputError: `dst` is not empty, or cannot be written.
         UsageError: no such split, or keys that no sample has.
@@ -97,6 +98,8 @@ def prepare_unpack(
     """The first half of `unpack`: choose, and refuse what cannot be restored."""
     dataset = Packed(folder)
     splits = list(dataset.only(split).values())
+    for packed in splits:
+        packed.check_sidecars()
     parts = [_Files.of(packed, chosen) for packed, chosen in zip(splits, _choose(splits, keys, limit), strict=True)]
     _check_names(dataset.folder, parts)
     result = Unpacked(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import picture
 from crc32c import crc32c
@@ -133,6 +135,34 @@ def test_impossible_manifests_are_refused(
     change_manifest(out, change)
     with pytest.raises(ManifestError, match=FILE):
         READERS[reader](out)
+
+
+@pytest.mark.parametrize("name", ["train.index.npy", "train.names"])
+@pytest.mark.parametrize("reader", ["unpack", "source"])
+def test_who_copies_names_and_labels_compares_their_checksums(
+    intact: Path, tmp_path: Path, reader: str, name: str
+) -> None:
+    out = shutil.copytree(intact, tmp_path / "out")
+    if name == "train.names":  # another name, as good as the first
+        data = (out / name).read_bytes().replace(b"dog/c.jpg", b"dog/d.jpg")
+        (out / name).write_bytes(data)
+    else:
+        rows = np.load(out / name, mmap_mode="r+")
+        rows["label"] = 1 - rows["label"]
+        rows.flush()
+    with pytest.raises(ManifestError, match=rf"{name} is damaged: crc32c mismatch.*packer index"):
+        READERS[reader](out)
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize("name", ["train.index.npy", "train.names"])
+def test_a_file_longer_than_written_is_noticed_on_opening(intact: Path, tmp_path: Path, name: str) -> None:
+    out = shutil.copytree(intact, tmp_path / "out")
+    with open(out / name, "ab") as f:
+        f.write(b"more")
+    train = pickle.loads(pickle.dumps(Packed(out)["train"]))
+    with pytest.raises(ManifestError, match=rf"{name} is damaged: \d+ bytes, not \d+"):
+        _ = train.rows, train.names
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "endless"])

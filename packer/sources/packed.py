@@ -67,6 +67,7 @@ class PackedSource:
             for position, (split, packed) in enumerate(dataset.items()):
                 if not len(packed):
                     continue
+                packed.check_sidecars()  # what is copied now, nothing checks later
                 _refuse_bad_keys(packed)
                 part = _scan_split(packed, names, number, position)
                 label = part.label if renumber[number] is None else _renumber(part.label, renumber[number])
