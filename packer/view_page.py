@@ -56,6 +56,8 @@ def facts(manifest: Manifest) -> str:
     skipped = source.get("skipped")
     if isinstance(skipped, dict) and skipped:
         listed.append(("Left out", ", ".join(f"{count} × {reason}" for reason, count in skipped.items())))
+    if broken := source.get("broken"):
+        listed.append(("Broken", f"{broken} left out"))
     return "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in listed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +54,17 @@ def test_text_says_the_same(out: Path, run_packer: Callable[..., Result]) -> Non
     assert "left out" in text
     assert "seed 0" in text
     assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_broken_files_that_were_left_out_are_counted(
+    image_folder: Callable[..., Path], tmp_path: Path, run_packer: Callable[..., Result]
+) -> None:
+    source = image_folder(per_class=3)
+    (source / "cat" / "broken.jpg").write_bytes(b"\xff\xd8\xff no picture")
+    run_packer("shard", source, tmp_path / "out", "--on-error", "skip", "--quiet")
+    assert re.search(r"^broken +1 left out", run_packer("info", tmp_path / "out").stdout, re.MULTILINE)
+    run_packer("view", tmp_path / "out")
+    assert "<dt>Broken</dt><dd>1 left out</dd>" in (tmp_path / "out" / "view.html").read_text()
 
 
 def test_only_the_manifest_is_needed(out: Path, run_packer: Callable[..., Result]) -> None:

@@ -71,6 +71,11 @@ def _lines(folder: str, manifest: Manifest) -> list[str]:
     skipped = manifest.source.get("skipped")
     for reason, count in skipped.items() if isinstance(skipped, dict) else ():
         facts.append(["left out", printable(f"{count} × {reason}")])
+    if broken := manifest.source.get("broken"):
+        facts.append(["broken", printable(f"{broken} left out (--on-error skip); report.json lists them")])
+    lost = manifest.source.get("lost")
+    for what, count in lost.items() if isinstance(lost, dict) else ():
+        facts.append(["lost", printable(f"{count} × {what}")])
     if options := _options(manifest.options):
         facts.append(["options", printable(options)])
     head = f"{printable(folder)}: {manifest.samples:,} samples, {human_bytes(manifest.bytes)}"
