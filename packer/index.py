@@ -78,10 +78,13 @@ def load_rows(path: str, samples: int, fields: Sequence[str]) -> Rows:
     needed = row_dtype(fields)
     for name in needed.names or ():
         if name not in rows.dtype.names or rows.dtype[name] != needed[name]:
-            raise ManifestError(f"{path} lacks the column {name!r} ({needed[name]}); run 'packer index' to rebuild it")
+            raise ManifestError(
+                f"{path} lacks the column {name!r} ({needed[name]}); run 'packer index --force' to rebuild it"
+            )
     if len(rows) != samples:
         raise ManifestError(
-            f"{path} has {len(rows)} rows, dataset.json says {samples} samples; run 'packer index' to rebuild it"
+            f"{path} has {len(rows)} rows, dataset.json says {samples} samples; "
+            "run 'packer index --force' to rebuild it"
         )
     return rows
 
@@ -90,14 +93,16 @@ def _open_array(path: str, *, mapped: bool) -> Rows:
     rows: Rows
     try:
         if not os.path.isfile(path):  # a pipe would block
-            raise ManifestError(f"{path} is missing; run 'packer index' on the folder to rebuild it")
+            raise ManifestError(f"{path} is missing; run 'packer index --force' on the folder to rebuild it")
         if mapped:
             rows = np.lib.format.open_memmap(path, mode="r", max_header_size=_MAX_HEADER)
         else:
             with open(path, "rb") as f:
                 rows = np.lib.format.read_array(f, allow_pickle=False, max_header_size=_MAX_HEADER)
     except _NUMPY_RAISES as error:
-        raise ManifestError(f"{path} is not a readable index ({error}); run 'packer index' to rebuild it") from error
+        raise ManifestError(
+            f"{path} is not a readable index ({error}); run 'packer index --force' to rebuild it"
+        ) from error
     return rows
 
 
@@ -149,8 +154,10 @@ class Names:
                 raise FileNotFoundError("no such file")
             raw = np.memmap(path, np.uint8, "r")
         except (OSError, ValueError) as error:
-            raise ManifestError(f"cannot read {path} ({error}); run 'packer index' to rebuild it") from error
-        wrong = ManifestError(f"{path} is damaged or belongs to another dataset; run 'packer index' to rebuild it")
+            raise ManifestError(f"cannot read {path} ({error}); run 'packer index --force' to rebuild it") from error
+        wrong = ManifestError(
+            f"{path} is damaged or belongs to another dataset; run 'packer index --force' to rebuild it"
+        )
         head = len(_MAGIC) + 16
         if len(raw) < head or raw[: len(_MAGIC)].tobytes() != _MAGIC:
             raise wrong

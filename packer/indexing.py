@@ -24,6 +24,7 @@ from packer.finish import WEBDATASET, finish
 from packer.formats.tar_reader import Member, TarError, group_samples, iter_members, open_shard
 from packer.imaging import probe
 from packer.index import Names, Rows, empty_rows
+from packer.known import keep_known
 from packer.manifest import FILE, Manifest, Shard, Split
 from packer.patterns import find_shards, group_by_split
 from packer.sample import field_name, is_image_field, label_of, printable
@@ -65,7 +66,8 @@ def index_folder(
         progress: called with (samples, bytes) done since the last call.
 
     Returns:
-        The manifest. Its `source` counts what is in no sample, by reason.
+        The manifest. Its `source` counts what is in no sample, by reason; and under `lost` the samples
+        of which packing knew what their shards do not tell.
 
     Raises:
         ProblemsError: truncated or damaged shards, or keys used twice in a split; all are listed.
@@ -95,7 +97,7 @@ def _write(
         WEBDATASET, fields, {split.name: split for split, _, _ in parts}, source=_describe(shards.values())
     )
     if before is not None:
-        parts, manifest = _keep_known(folder, before, parts, manifest)
+        parts, manifest = keep_known(folder, before, parts, manifest, packed=before.source.get("layout") != LAYOUT)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, FILE))  # from here until the end the folder is not complete
     return finish(
@@ -129,7 +131,9 @@ def _check_free(folder: str, *, force: bool) -> Manifest | None:
     except ManifestError as error:
         if force:
             return None
-        raise OutputError(f"{error}; --force replaces it") from error
+        raise OutputError(
+            f"{error}; --force replaces it, without the class names and original paths that packing knew"
+        ) from error
     if manifest.source.get("layout") != LAYOUT and not force:
         raise OutputError(f"{folder} is a packed dataset and has its index; --force makes it again from the shards")
     return manifest
@@ -406,31 +410,3 @@ def _refuse_doubles(parts: Sequence[tuple[Split, Rows, Names]]) -> None:
             "a sample's files must follow one another in its shard, and its key must be its own; "
             "if the shards belong to different splits, say so with --split",
         )
-
-
-def _keep_known(
-    folder: str, before: Manifest, parts: list[tuple[Split, Rows, Names]], manifest: Manifest
-) -> tuple[list[tuple[Split, Rows, Names]], Manifest]:
-    """What the shards themselves do not tell, and the old manifest does, if it speaks of the very same shards."""
-    if before.splits != manifest.splits or before.fields != manifest.fields:
-        return parts, manifest
-    kept = []
-    for split, rows, names in parts:
-        with contextlib.suppress(ManifestError, OSError):
-            path = os.path.join(folder, split.names_file)
-            old = Names.load(path, split.samples, before.fields)
-            if _checksum(path) == before.sidecars.get(split.names_file, {}).get("crc32c") and _same(
-                old.keys, names.keys
-            ):
-                names = old
-        kept.append((split, rows, names))
-    return kept, before
-
-
-def _checksum(path: str) -> int:
-    with open(path, "rb") as f:
-        return int(crc32c(f.read()))
-
-
-def _same(a: Strings, b: Strings) -> bool:
-    return np.array_equal(a.ends, b.ends) and a.blob == b.blob

@@ -523,3 +523,47 @@ def test_opening_a_large_index_reads_next_to_nothing_of_it(tmp_path):
     done = subprocess.run([sys.executable, "-c", OPEN, tmp_path], check=True, capture_output=True, text=True)
     assert (tmp_path / "train.index.npy").stat().st_size > 16 << 20
     assert int(done.stdout) < 4 << 20
+
+
+@pytest.mark.parametrize("broken", ["missing", "damaged", "other shards"])
+def test_what_is_lost_of_a_packed_dataset_is_said_and_not_made_up(tmp_path, run_packer, image_folder, broken):
+    out = tmp_path / "out"
+    run_packer("shard", image_folder(), out)
+    before = Manifest.load(str(out))
+    names = out / "train.names"
+    if broken == "missing":
+        names.unlink()
+        assert "index --force" in run_packer("unpack", out, tmp_path / "back", exit_code=1).output
+    elif broken == "damaged":
+        names.write_bytes(names.read_bytes()[:-1] + b"x")
+    else:
+        (out / "train-000000.tar").rename(out / "train-0.tar")
+    result = run_packer("index", out, "--force", "--quiet")
+    assert f"warning: lost of {before.samples} samples" in result.stderr and "original paths" in result.stderr
+    after = Manifest.load(str(out))
+    assert after.classes == (None if broken == "other shards" else before.classes)
+    assert list(after.source["lost"].values()) == [before.samples]
+    run_packer("unpack", out, tmp_path / "back")
+    files = [path for path in (tmp_path / "back").rglob("*") if path.is_file()]
+    assert len(files) == before.samples and not [path for path in files if path.suffix == ".cls"]
+    assert "lost" in run_packer("info", out).output
+    assert run_packer("verify", out, "--quiet").output == ""
+
+
+def test_nothing_is_lost_where_the_names_are_whole(tmp_path, run_packer, image_folder):
+    out = tmp_path / "out"
+    run_packer("shard", image_folder(), out)
+    before = (out / "train.names").read_bytes()
+    assert "warning" not in run_packer("index", out, "--force").output
+    assert (out / "train.names").read_bytes() == before
+
+
+def test_label_files_of_the_source_are_still_restored(tmp_path, run_packer, image_folder):
+    source = image_folder(per_class=1)
+    for number, path in enumerate(sorted(source.rglob("*.*"))):
+        path.with_suffix(".cls").write_text(f"{number}\n")
+    run_packer("shard", source, tmp_path / "out")
+    (tmp_path / "out" / "train.names").unlink()
+    run_packer("index", tmp_path / "out", "--force")
+    run_packer("unpack", tmp_path / "out", tmp_path / "back")
+    assert len(list((tmp_path / "back").rglob("*.cls"))) == Manifest.load(str(tmp_path / "out")).samples

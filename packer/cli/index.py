@@ -52,6 +52,8 @@ def command(shards: str, splits: tuple[str, ...], force: bool, workers: int | No
     size = sum(os.path.getsize(os.path.join(folder, name)) for name in names)
     with Bar("indexing", "samples", bytes=size, quiet=quiet) as bar:
         manifest = index_folder(shards, splits=globs, force=force, workers=workers, progress=bar.update)
+    for what, count in manifest.source.get("lost", {}).items():
+        click.echo(f"warning: lost of {count:,} samples: {what}", err=True)
     if as_json:
         import json
 
