@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -369,3 +371,70 @@ def test_memory_does_not_grow_with_a_field(src: Path, tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
         assert int(done.stdout) < 150_000, f"{done.stdout} KiB"
     assert Manifest.load(str(tmp_path / "again")).bytes > 300_000_000
+
+
+def packer(*arguments: object, shell: str = '"$@"', **how: Any) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own, run by a shell that may redirect its streams."""
+    command = ["bash", "-c", f"set -o pipefail; {shell}", "bash", sys.executable, "-m", "packer", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False, **how)
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("stats", "--json"), ("info", "--help"), ("--help",), ("--version",)])
+def test_a_full_disk_behind_stdout_is_a_message(
+    src: Path, tmp_path: Path, run_packer: Run, arguments: tuple[str, ...]
+) -> None:
+    run_packer("shard", src, tmp_path / "out")
+    folder = (tmp_path / "out",) if arguments[0] in ("info", "stats") else ()
+    done = packer(*arguments, *folder, shell='"$@" >/dev/full')
+    assert done.returncode == 1
+    assert "Error: cannot write to standard output: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error_of_the_data(src: Path, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "packer", "shard", src, tmp_path / "out", "--dry-run"]
+    cut = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+    assert (cut.returncode, cut.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_nothing(src: Path, tmp_path: Path, closed: str) -> None:
+    assert packer("shard", src, tmp_path / "out", "-j", "2", shell=f'"$@" {closed}').returncode == 0
+    assert Manifest.load(str(tmp_path / "out")).samples == 16
+    assert packer("verify", tmp_path / "out", shell=f'"$@" {closed}').returncode == 0
+
+
+def test_a_working_directory_that_is_gone_is_a_message(src: Path, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    gone = 'cd gone && rmdir "$PWD" && "$@"'
+    for arguments in (("shard", src, "out"), ("shard", ".", tmp_path / "out")):
+        (tmp_path / "gone").mkdir(exist_ok=True)
+        done = packer(*arguments, shell=gone, cwd=tmp_path)
+        assert done.returncode in (1, 2)
+        assert "Error: " in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "gone").mkdir(exist_ok=True)
+    assert "working directory does not exist any more" in packer("shard", src, "out", shell=gone, cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "stats", "view", "unpack", "index", "shard"])
+def test_ctrl_c_is_130_and_one_line_in_every_command(
+    src: Path, tmp_path: Path, run_packer: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupted(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    module = import_module(f"packer.cli.{command}")
+    monkeypatch.setattr(module.command, "callback", interrupted)
+    folders = [src, tmp_path / "out"] if command in ("shard", "unpack") else [src]
+    result = run_packer(command, *folders, exit_code=130)
+    assert (result.stdout, result.stderr) == ("", "\ninterrupted\n")
+
+
+def test_a_usage_error_met_inside_a_command_shows_that_command(src: Path, run_packer: Run) -> None:
+    result = run_packer("shard", src, src / "out", exit_code=2)
+    assert "shard [OPTIONS] SRC... OUT" in result.stderr
+    assert "shard -h' for help" in result.stderr or "shard --help' for help" in result.stderr

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import signal
-import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -202,27 +198,13 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _interruptible(out: str) -> Iterator[None]:
-    """Ctrl-C is no error: say what becomes of the work, and end with the shell's status for it.
-
-    It counts once. Whoever presses it again and again would else break off the tidying up.
-    """
-    before = signal.getsignal(signal.SIGINT)
-
-    def once(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, once)
+    """Ctrl-C tells what becomes of the work."""
     try:
         yield
-    except KeyboardInterrupt:
-        kept = "; finished shards are kept, the same command goes on" if os.path.exists(out) else ""
-        click.echo(f"\ninterrupted{kept}", err=True)
-        sys.exit(128 + signal.SIGINT)
-    finally:
-        if signal.getsignal(signal.SIGINT) is once:
-            signal.signal(signal.SIGINT, before)
+    except KeyboardInterrupt as error:
+        if os.path.exists(out):
+            raise KeyboardInterrupt("finished shards are kept, the same command goes on") from error
+        raise
 
 
 def _source(options: dict[str, Any]) -> Source:
