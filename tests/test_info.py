@@ -77,7 +77,16 @@ def test_only_the_manifest_is_needed(out: Path, run_packer: Callable[..., Result
 
 def test_no_dataset(tmp_path: Path, run_packer: Callable[..., Result]) -> None:
     assert "not a packed dataset" in run_packer("info", tmp_path, exit_code=1).output
-    assert "does not exist" in run_packer("info", tmp_path / "nowhere", exit_code=1).output
+
+
+@pytest.mark.parametrize("command", ["info", "stats", "unpack", "verify", "view"])
+@pytest.mark.parametrize("missing", ["", "nowhere"])
+def test_a_dataset_that_is_not_there_is_a_usage_error(
+    run_packer: Callable[..., Result], tmp_path: Path, command: str, missing: str
+) -> None:
+    more = [tmp_path / "dst"] if command == "unpack" else []
+    result = run_packer(command, missing and tmp_path / missing, *more, exit_code=2)
+    assert f"'{missing and tmp_path / missing}' does not exist" in result.stderr
 
 
 def test_names_are_printed_safely(tmp_path: Path, run_packer: Callable[..., Result]) -> None:

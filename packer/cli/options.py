@@ -113,7 +113,18 @@ def workers(function: F) -> F:
 
 def dataset(function: F) -> F:
     """The packed dataset's folder, an argument."""
-    return click.argument("dataset", metavar="OUT", type=click.Path(file_okay=False))(function)
+    return click.argument("dataset", metavar="OUT", type=click.Path(exists=True, file_okay=False))(function)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "class"), counted(2000, "class"), counted(0, "sample")
+    ('1 class', '2,000 classes', '0 samples')
+    """
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def human_bytes(size: float) -> str:
