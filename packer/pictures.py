@@ -49,7 +49,7 @@ def decode_rgb(data: Buffer) -> Picture:
     Raises:
         BadImageError: no image, damaged, too large, or of samples whose range is unknown (float, 32 bits).
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     info = probe(data)
     try:
@@ -58,6 +58,8 @@ def decode_rgb(data: Buffer) -> Picture:
             with Image.open(io.BytesIO(data)) as image:
                 image.load()
                 return Picture(info.format, image.mode, _rgb(image), _orientation(image))
+    except UnidentifiedImageError as error:  # its message holds an address in memory
+        raise BadImageError(f"{info.format} that no installed decoder reads") from error
     except (*PILLOW_RAISES, Image.DecompressionBombError) as error:
         raise BadImageError(f"{info.format} that does not decode: {error}") from error
 

@@ -133,7 +133,7 @@ def test_what_does_not_decode_is_counted_and_left_out(
     ((_sample, reason),) = channels.undecodable
     assert "does not decode" in reason
     assert channels.mean == pytest.approx(pixels.mean(axis=0), abs=1e-12)
-    assert "1 picture(s) of train do not decode; run: packer verify" in run_packer("stats", out).stderr
+    assert "1 picture of train cannot be decoded; run: packer verify" in run_packer("stats", out).stderr
 
 
 def test_a_random_part_is_always_the_same(source: Path) -> None:
@@ -205,6 +205,29 @@ def test_samples_without_pictures(tmp_path: Path) -> None:
     assert isinstance(found, SplitStats)
     assert (found.pictures, found.sizes, found.classes, found.unlabelled) == (0, None, (), 1)
     assert found.fields["txt"].bytes == 5
+
+
+def test_pictures_that_do_not_decode_are_counted_and_explained_the_same_in_every_run(
+    tmp_path: Path, run_packer: Callable[..., Result]
+) -> None:
+    import io
+    import tarfile
+
+    from packer.indexing import index_folder
+
+    out = io.BytesIO()
+    picture(1, (30, 20)).save(out, "PNG")
+    whole = out.getvalue()
+    damaged = whole[:29] + bytes(4) + whole[33:]  # the checksum of IHDR: Pillow then knows no such format
+    with tarfile.open(tmp_path / "t.tar", "w") as tar:
+        for name, data in (("a.png", whole), ("b.png", damaged)):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    index_folder(tmp_path)
+    (failure,) = stats(tmp_path)["train"].channels.undecodable
+    assert failure == (1, "png that no installed decoder reads")
+    assert "all that decode, 1 of 2 pictures" in run_packer("stats", tmp_path).stdout
 
 
 @given(arrays(np.int64, st.integers(1, 60), elements=st.integers(0, 2**40)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from packer.cli.options import as_json, dataset, human_bytes, quiet, workers
+from packer.cli.options import as_json, counted, dataset, human_bytes, quiet, workers
 from packer.cli.tables import bar, table
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def command(
     for name, one in found.items():
         if one.channels.failed and not quiet:
             click.echo(
-                f"{one.channels.failed:,} picture(s) of {name} do not decode; run: packer verify {dataset} --deep",
+                f"{counted(one.channels.failed, 'picture')} of {name} cannot be decoded; run: packer verify {dataset} --deep",
                 err=True,
             )
 
@@ -70,7 +70,7 @@ def _lines(name: str, found: SplitStats) -> Iterator[str]:
     from packer.sample import printable
 
     size = sum(field.bytes for field in found.fields.values())
-    yield f"{printable(name)}: {found.samples:,} samples, {human_bytes(size)}"
+    yield f"{printable(name)}: {counted(found.samples, 'sample')}, {human_bytes(size)}"
     yield from _section("classes", list(_classes(found)))
     if found.sizes is not None:
         yield from _section("sizes in pixels", list(_sizes(found.sizes)))
@@ -88,13 +88,13 @@ def _section(title: str, lines: list[str]) -> list[str]:
 
 def _classes(found: SplitStats) -> Iterator[str]:
     if found.unlabelled:
-        yield f"{found.unlabelled:,} samples without a label"
+        yield f"{counted(found.unlabelled, 'sample')} without a label"
     counts = sorted(one.count for one in found.classes)
     if not counts:
         return
     largest = counts[-1]
     if counts[0] == largest:
-        yield f"{len(counts):,}, {largest:,} samples each"
+        yield f"{len(counts):,}, {counted(largest, 'sample')} each"
         return
     yield f"{len(counts):,}, of {counts[0]:,} to {largest:,} samples, median {counts[(len(counts) - 1) // 2]:,}"
     shown = list(found.classes)
@@ -132,8 +132,12 @@ def _channels(found: SplitStats) -> Iterator[str]:
     channels = found.channels
     if channels.mean is None or channels.std is None:
         return
-    decoded = f"all {channels.pictures:,}" if channels.pictures + channels.failed == found.pictures else (
-        f"estimated from {channels.pictures:,} of {found.pictures:,}")  # fmt: skip
+    if channels.pictures == found.pictures:
+        decoded = f"all {channels.pictures:,}"
+    elif channels.pictures + channels.failed == found.pictures:
+        decoded = f"all that decode, {channels.pictures:,} of {found.pictures:,}"
+    else:
+        decoded = f"estimated from {channels.pictures:,} of {found.pictures:,}"
     yield f"{decoded} pictures, {channels.pixels:,} pixels, RGB in [0, 1]"
     yield from table(
         [
