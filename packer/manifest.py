@@ -13,6 +13,7 @@ from typing import Any
 from crc32c import crc32c
 
 from packer.errors import ManifestError
+from packer.formats import FORMATS
 from packer.sample import bad_fields
 from packer.storage import write_json
 
@@ -157,6 +158,11 @@ class Manifest:
             raise ManifestError(f"{path} was not written by packer (no 'packer' entry)")
         if value["packer"] != VERSION:
             raise ManifestError(f"{path} has version {value['packer']!r}, this packer reads {VERSION}: update packer")
+        if value.get("format") not in tuple(FORMATS):  # it need not be hashable
+            raise ManifestError(
+                f"{path}: shards of format {value.get('format')!r} are not known to this packer "
+                f"(it reads {', '.join(FORMATS)}): update packer"
+            )
         try:
             splits = {}
             for name, entry in value["splits"].items():

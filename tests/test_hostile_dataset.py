@@ -126,6 +126,9 @@ def test_counts_are_compared_before_memory_is_taken_for_them(
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("change", [
     lambda manifest: manifest["splits"].clear(),
+    lambda manifest: manifest.update(format="zip"),
+    lambda manifest: manifest.update(format=["webdataset"]),
+    lambda manifest: manifest.pop("format"),
     lambda manifest: manifest["splits"]["train"]["shards"][0].update(bytes=10**30),
 ])  # fmt: skip
 def test_impossible_manifests_are_refused(
