@@ -220,6 +220,9 @@ def prepare(
     planned = plan(scan, format_.sample_bytes(scan), format_.overhead, options.plan)
     if options.plan.split is not None:
         _refuse_joined_keys(planned.scan)
+        if len(scan.splits) > 1:
+            joined = f"--split divides all samples anew: the source's own splits {', '.join(scan.splits)} are given up"
+            planned = replace(planned, warnings=(joined, *planned.warnings))
     return Prepared(source, options, planned, _printable(scan.skipped))
 
 

@@ -123,6 +123,16 @@ def test_a_warning_is_said_once(src: Path, tmp_path: Path, run_packer: Run) -> N
     assert result.stderr.count("larger than --shard-size; each gets a shard of its own") == 1
 
 
+def test_a_new_split_of_what_has_splits_is_said(src: Path, tmp_path: Path, run_packer: Run) -> None:
+    words = "warning: --split divides all samples anew: the source's own splits train, val are given up"
+    assert words not in run_packer("shard", src, tmp_path / "kept").stderr
+    for source in (src, tmp_path / "kept"):
+        result = run_packer("shard", source, tmp_path / f"new-{source.name}", "--split", "0.5,0.5")
+        assert result.stderr.count(words) == 1
+    one = run_packer("shard", src / "train", tmp_path / "one", "--split", "0.5,0.5")
+    assert "given up" not in one.stderr
+
+
 def test_what_resizing_did_is_stated_and_counted(src: Path, tmp_path: Path, run_packer: Run) -> None:
     result = run_packer("shard", src, tmp_path / "out", "--resize", "32", "--jpeg-quality", "80")
     assert "  8 × kept as they were: short side at most 32" in result.stderr
@@ -211,6 +221,7 @@ def test_src_inside_out_is_refused_because_out_is_not_empty(src: Path, tmp_path:
         (("{src}", "{out}", "--split-exact"), "give --split as well"),
         (("{src}", "{out}", "--limit", "0"), "0 is not in the range"),
         (("{src}", "{out}", "--workers", "0"), "0 is not in the range"),
+        (("{src}", "{out}", "--jpeg-quality", "80"), "give --resize as well"),
         (("{src}", "{out}", "--resize", "0"), "0 is not in the range"),
         (("{src}", "{out}", "--keys", "{file}"), "lists no key"),
         (("{src}", "{out}", "--on-error", "ignore"), "is not one of"),

@@ -157,6 +157,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     from packer.pack import pack_prepared, prepare
     from packer.withdraw import Withdrawn, check_withdrawn, read_keys, selection
 
+    if options["resize"] is None and ctx.get_parameter_source("jpeg_quality") is ParameterSource.COMMANDLINE:
+        raise UsageError("--jpeg-quality is about pictures that --resize scales: give --resize as well")
     source = _source(options)
     pack_options = _pack_options(options)
     dropped = read_keys(options["drop_file"]) if options["drop_file"] else None
