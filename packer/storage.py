@@ -58,7 +58,7 @@ def write_atomic(path: str, parts: Iterable[bytes | memoryview]) -> Facts:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         if isinstance(error, OSError):
-            raise output_error(path, error) from error
+            raise output_error(path, error, resumes=False) from error
         raise
     return Facts(size, checksum)
 
@@ -68,16 +68,23 @@ def write_json(path: str, value: Any, *, indent: int | None = 2) -> None:
     write_atomic(path, [(json.dumps(value, indent=indent) + "\n").encode("ascii")])
 
 
-def output_error(path: str, error: OSError) -> OutputError:
-    """What the operating system said about writing `path`, with what to do about it."""
-    again = "run the same command again: finished shards are kept"
+def output_error(path: str, error: OSError, *, resumes: bool = True) -> OutputError:
+    """What the operating system said about writing `path`, with what to do about it.
+
+    Args:
+        path: the file or folder.
+        error: what was said.
+        resumes: whether shards are being written, of which the finished ones are kept.
+    """
+    again = "run the same command again" + (": finished shards are kept" if resumes else "")
+    smaller = "; lower --shard-size" if resumes else ""
     advice = {
         errno.ENOSPC: f"free some space and {again}",
         errno.EDQUOT: f"the quota is used up; free some space and {again}",
         errno.EACCES: "choose a folder that you may write to",
         errno.EPERM: "choose a folder that you may write to",
         errno.EROFS: "the file system is read-only; choose another folder",
-        errno.EFBIG: "no file may become so large here (ulimit -f, or the file system); lower --shard-size",
+        errno.EFBIG: f"no file may become so large here (ulimit -f, or the file system){smaller}",
     }.get(error.errno or 0, f"once this is mended, {again}")
     return OutputError(f"cannot write {path}: {error.strerror or error}; {advice}")
 

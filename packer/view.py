@@ -120,7 +120,7 @@ def _refuse_overwriting(path: str, dataset: Packed) -> None:
     except OSError as error:
         if os.path.islink(path):
             raise OutputError(f"{printable(path)} is a link; {advice}") from error
-        raise output_error(path, error) from error
+        raise output_error(path, error, resumes=False) from error
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OutputError(f"{printable(path)} is not a regular file; {advice}")

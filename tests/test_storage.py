@@ -50,6 +50,18 @@ def test_json_is_ascii_and_ends_its_line(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "file").read_text()) == {"é": "\udce9"}
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])
+def test_who_writes_one_file_hears_nothing_of_shards(tmp_path: Path, number: int) -> None:
+    def parts() -> Iterator[bytes]:
+        yield b"begun"
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(OutputError, match=os.strerror(number)) as caught:
+        write_atomic(str(tmp_path / "page.html"), parts())
+    assert "shard" not in str(caught.value).replace(str(tmp_path), "")
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("number", "advice"),
     [
