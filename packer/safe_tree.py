@@ -7,8 +7,10 @@ import errno
 import os
 import re
 import resource
+import signal
 from collections import OrderedDict
-from types import TracebackType
+from collections.abc import Iterator
+from types import FrameType, TracebackType
 
 from packer.errors import OutputError
 from packer.sample import printable
@@ -101,6 +103,32 @@ class Place:
             raise OutputError(
                 f"cannot move {self.work} into place: {error.strerror}; all files are there, move them yourself"
             ) from error
+
+
+@contextlib.contextmanager
+def tidy_when_ended() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the program as an exception does, so that what was begun is removed.
+
+    For programs only: handlers belong to the process. A signal that is ignored (`nohup`) stays so.
+    """
+    main = os.getpid()
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != main:  # a forked worker: it has nothing to tidy
+            os._exit(128 + number)
+        for each in before:  # a second one would break off the tidying up
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    ends = (signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.getsignal(each) for each in ends if signal.getsignal(each) is signal.SIG_DFL}
+    for each in before:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def remove_tree(root: str) -> None:

@@ -424,6 +424,7 @@ def test_an_index_that_lies_about_places(odd: Path, tmp_path: Path) -> None:
             np.save(f, rows)
         manifest = json.loads((copy / "dataset.json").read_text())
         manifest["sidecars"]["train.index.npy"]["crc32c"] = crc32c(path.read_bytes())  # a lie that is vouched for
+        (copy / "dataset.json").unlink()  # a hard link, as the index is
         (copy / "dataset.json").write_text(json.dumps(manifest))
         with pytest.raises((ShardError, ManifestError), match="run: packer verify"):
             unpack(copy, tmp_path / "dst", workers=1)
@@ -456,7 +457,7 @@ def test_killed_or_interrupted_nothing_looks_complete(odd: Path, tmp_path: Path)
     for i in range(800):
         picture(i, (20, 20)).save(source / f"{i}.png")
     pack(FolderSource(str(tmp_path / "src")), tmp_path / "out", PackOptions(plan=PlanOptions(shard_samples=50)))
-    for number, how in enumerate((signal.SIGKILL, signal.SIGINT)):
+    for number, how in enumerate((signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         dst = tmp_path / f"dst{number}"
         work = tmp_path / f"dst{number}.partial"
         run = subprocess.Popen(
@@ -475,6 +476,7 @@ def test_killed_or_interrupted_nothing_looks_complete(odd: Path, tmp_path: Path)
         assert not dst.exists()
         assert work.exists() == (how == signal.SIGKILL)
         assert b"Traceback" not in error
+        assert run.returncode == (-how if how == signal.SIGKILL else 128 + how)
 
 
 def test_nothing_to_restore(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from packer.cli.options import as_json, dataset, human_bytes, quiet, workers
+from packer.cli.options import as_json, counted, dataset, human_bytes, quiet, workers
 
 
 @click.command("unpack")
@@ -50,19 +50,21 @@ def command(
     from dataclasses import asdict
 
     from packer.cli.progress import Bar
+    from packer.safe_tree import tidy_when_ended
     from packer.unpack import prepare_unpack, unpack_prepared
     from packer.withdraw import read_keys
 
     prepared = prepare_unpack(dataset, split=split, keys=read_keys(keys_file) if keys_file else None, limit=limit)
     begin = time.monotonic()
-    with Bar("unpacking", "files", prepared.result.files, prepared.result.bytes, quiet=quiet) as bar:
+    with tidy_when_ended(), Bar("unpacking", "files", prepared.result.files, prepared.result.bytes, quiet=quiet) as bar:
         result = unpack_prepared(prepared, dst, workers, bar.update)
     seconds = time.monotonic() - begin
     if as_json:
         click.echo(json.dumps({"dst": dst, **asdict(result), "seconds": seconds}, indent=2))
     elif not quiet:
         click.echo(
-            f"restored {result.files:,} files of {result.samples:,} samples, {human_bytes(result.bytes)}, "
-            f"in {seconds:.1f} s ({human_bytes(result.bytes / max(seconds, 1e-9))}/s) into {dst}",
+            f"restored {counted(result.files, 'file')} of {counted(result.samples, 'sample')}, "
+            f"{human_bytes(result.bytes)}, in {seconds:.1f} s "
+            f"({human_bytes(result.bytes / max(seconds, 1e-9))}/s) into {dst}",
             err=True,
         )
