@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from PIL import Image
 
-# A time limit per example would test the machine, and how busy it is.
-settings.register_profile("packer", deadline=None)
+# A time limit, per example or for drawing them, would test the machine, and how busy it is.
+settings.register_profile("packer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("packer")
 
 

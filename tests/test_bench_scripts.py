@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -48,7 +49,8 @@ def test_every_loader_is_measured_or_says_why_not(report: dict[str, Any]) -> Non
         mine = loaders[name]
         assert mine["failed"] == "" and len(mine["runs"]) == 1, mine
         assert {"images_per_s", "open_s", "first_batch_s", "cpu_s_per_1000"} <= set(mine["median"])
-        assert mine["check"]["peak_mb"] > 0 and mine["runs"][0]["versions"]["torch"] == torch.__version__
+        assert mine["check"]["peak_mb"] > 0
+        assert mine["runs"][0]["versions"]["torch"] == importlib.metadata.version("torch")
         assert all(samples == 24 for run in mine["runs"] for samples in run["samples"])
         assert mine["title"] in report["printed"]
     assert "images/s" in report["printed"]
