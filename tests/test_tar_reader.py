@@ -238,7 +238,7 @@ def test_every_truncation_is_noticed(shard, layout):
     for size in range(min(len(whole), end + 1100)):
         path, seen = shard(whole[:size]), []
         walk = iter_members(path)
-        if size >= end + 512:  # one block of zeros proves that all members are there
+        if size >= end + 512 and size % 512 == 0:  # one block of zeros proves that all members are there
             assert list(walk) == members
             continue
         with pytest.raises(TarError, match="offset") as caught:

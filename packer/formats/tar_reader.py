@@ -331,7 +331,8 @@ class _Walk:
     def _check_end(self, at: int) -> None:
         """Nothing but zeros may follow the end: readers stop here, and would lose what comes after.
 
-        One block of zeros already proves the end, as no header is all zeros.
+        One block of zeros already proves the end, as no header is all zeros; but a file that ends inside a
+        block was cut, since archives are written in whole blocks.
         """
         while data := os.pread(self._fd, 1 << 20, at):
             if data.count(0) != len(data):
@@ -342,6 +343,8 @@ class _Walk:
                     "(archives joined end to end? join them with 'tar --concatenate')",
                 )
             at += len(data)
+        if self._end % BLOCK:
+            raise self._error(at - at % BLOCK, f"truncated inside the end of the archive; the file ends at {self._end}")
 
     def _error(self, at: int, what: str) -> TarError:
         return TarError(self._shard, at, what)
