@@ -29,7 +29,7 @@ from packer.manifest import FILE, Manifest, Shard, Split
 from packer.patterns import find_shards, group_by_split
 from packer.sample import field_name, is_image_field, label_of, printable
 from packer.sources.base import StringsBuilder
-from packer.storage import exclusive
+from packer.storage import exclusive, output_error
 from packer.strings import Int64s, Strings
 
 #: `source.layout` of a manifest made here, not by packing.
@@ -98,8 +98,12 @@ def _write(
     )
     if before is not None:
         parts, manifest = keep_known(folder, before, parts, manifest, packed=before.source.get("layout") != LAYOUT)
-    with contextlib.suppress(FileNotFoundError):
+    try:
         os.unlink(os.path.join(folder, FILE))  # from here until the end the folder is not complete
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise output_error(os.path.join(folder, FILE), error) from error
     return finish(
         folder,
         format=WEBDATASET,
@@ -122,6 +126,8 @@ def _refuse_overwriting(shards: Sequence[str], splits: Iterable[str]) -> None:
 
 def _check_free(folder: str, *, force: bool) -> Manifest | None:
     """The manifest that stands there already, if it can be read and replaced."""
+    if not os.access(folder, os.W_OK | os.X_OK):  # before hours of reading
+        raise OutputError(f"cannot write into {printable(folder)}, and an index stands beside its shards")
     if os.path.isdir(os.path.join(folder, ".packer")):
         raise OutputError(f"{folder} holds an unfinished job; run its 'packer shard' command again to finish it")
     if not os.path.exists(os.path.join(folder, FILE)):

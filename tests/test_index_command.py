@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -384,6 +385,17 @@ def test_every_truncated_shard_is_named_with_its_offset(tmp_path, run_packer):
     assert sorted(os.listdir(tmp_path)) == before
 
 
+def test_a_shard_cut_inside_its_end_is_refused(tmp_path):
+    path = write_tar(tmp_path / "0.tar", {"a.txt": b"1"})
+    for size in (2048 - 100, 2048 - 1, 1536 + 1, path.stat().st_size - 1):
+        os.truncate(path, size)
+        with pytest.raises(ProblemsError, match=f"truncated inside the end of the archive; the file ends at {size}"):
+            index_folder(tmp_path, workers=1)
+        write_tar(path, {"a.txt": b"1"})
+    os.truncate(path, 1536)  # one block of zeros is an end
+    assert index_folder(tmp_path, workers=1).samples == 1
+
+
 def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.tar")
     (tmp_path / "zero.tar").symlink_to("/dev/zero")
@@ -523,6 +535,23 @@ def test_opening_a_large_index_reads_next_to_nothing_of_it(tmp_path):
     done = subprocess.run([sys.executable, "-c", OPEN, tmp_path], check=True, capture_output=True, text=True)
     assert (tmp_path / "train.index.npy").stat().st_size > 16 << 20
     assert int(done.stdout) < 4 << 20
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_in_words(tmp_path, run_packer, image_folder, monkeypatch):
+    out = tmp_path / "out"
+    run_packer("shard", image_folder(), out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def deny(*_arguments: object, **_options: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:  # root may write everywhere
+        patch.setattr(os, "access", lambda path, mode: False)
+        patch.setattr(indexing, "_read_all", deny)
+        assert "cannot write into" in run_packer("index", out, "--force", exit_code=1).stderr
+    monkeypatch.setattr(os, "unlink", deny)
+    assert "cannot write" in run_packer("index", out, "--force", exit_code=1).stderr
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 @pytest.mark.parametrize("broken", ["missing", "damaged", "other shards"])
