@@ -81,7 +81,8 @@ class Withdrawn(NamedTuple):
         if not self.twins:
             return []
         shown = ", ".join(self.twins[:5]) + (", …" if len(self.twins) > 5 else "")
-        return [f"warning: {len(self.twins)} kept sample(s) have the same bytes as a withdrawn one: {shown}"]
+        kept = "1 kept sample has" if len(self.twins) == 1 else f"{len(self.twins):,} kept samples have"
+        return [f"warning: {kept} the same bytes as a withdrawn one: {shown}"]
 
     def lines(self, out: str) -> list[str]:
         """What was checked, and the warnings."""

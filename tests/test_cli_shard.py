@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from packer.cli.options import Bytes, Fold, SplitFractions, human_bytes
+from packer.cli.options import Bytes, Fold, SplitFractions, counted, human_bytes
 from packer.manifest import FILE, Manifest
 from packer.packed import Packed
 
@@ -44,7 +44,7 @@ def test_the_rule_and_the_summary_go_to_stderr_and_nothing_to_stdout(
     assert result.stdout == ""
     lines = result.stderr.splitlines()
     assert lines[0].startswith("layout: splits (the top-level folders are train, val")
-    assert lines[1].startswith("packed 16 samples in 2 classes into 4 shard(s), ")
+    assert lines[1].startswith("packed 16 samples in 2 classes into 4 shards, ")
     assert lines[1].endswith("/s)")
     assert "samples/s" in lines[1]
     assert lines[2:] == [
@@ -99,7 +99,7 @@ def test_broken_pictures_are_one_line_with_the_first_and_all_are_in_the_report(
     assert "begins with b'bad " in refused.stderr
     result = run_packer("shard", src, tmp_path / "out", "--on-error", "skip")
     (line,) = [line for line in result.stderr.splitlines() if "left out" in line]
-    assert line.startswith("  left out 5 broken file(s), first train/cat/zz-")
+    assert line.startswith("  left out 5 broken files, first train/cat/zz-")
     report = json.loads((tmp_path / "out" / "report.json").read_text())["skipped"]
     assert {entry["path"] for entry in report if entry["kind"] == "broken"} == {
         f"train/cat/zz-{i}.jpg" for i in range(5)
@@ -152,11 +152,11 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(src: Path, tmp_path: Path,
     assert sorted(tmp_path.rglob("*")) == before
     assert "samples  16 in 2 classes" in result.stdout
     assert "fields   jpg, png, cls" in result.stdout
-    assert "split    train: 8 samples, 2 shard(s), " in result.stdout
+    assert "split    train: 8 samples, 2 shards, " in result.stdout
     assert "skipped  1 × not an image by its extension" in result.stdout
     assert "problem  val/cat/empty.jpg: empty file (0 bytes)" in result.stdout
     assert (
-        "1 problem(s) found by name and size (--check header looks into every picture); nothing was written"
+        "1 problem found by name and size (--check header looks into every picture); nothing was written"
         in result.stdout
     )
 
@@ -167,7 +167,7 @@ def test_a_dry_run_looks_into_every_picture_when_asked(src: Path, tmp_path: Path
     cut, text = pictures[0], pictures[-1]
     cut.write_bytes(cut.read_bytes()[:-20])
     text.write_bytes(b"no picture")
-    assert "0 problem(s)" in run_packer("shard", src, tmp_path / "out", "--dry-run").stdout
+    assert "0 problems" in run_packer("shard", src, tmp_path / "out", "--dry-run").stdout
     result = run_packer("shard", src, tmp_path / "out", "--dry-run", "--check", check, "--json", exit_code=1)
     named = [path for path, _ in json.loads(result.stdout)["problems"]]
     assert named == sorted([str(cut.relative_to(src)), str(text.relative_to(src))])
@@ -271,6 +271,11 @@ def test_a_list_of_keys_may_come_from_any_editor(src: Path, tmp_path: Path, run_
     assert keys == {"train/cat/cat-0", "val/dog/dog-1"}
 
 
+def test_one_is_not_many() -> None:
+    assert [counted(n, "class") for n in (0, 1, 2, 1000)] == ["0 classes", "1 class", "2 classes", "1,000 classes"]
+    assert [counted(n, "broken file") for n in (1, 2)] == ["1 broken file", "2 broken files"]
+
+
 def test_a_list_of_keys_may_come_from_find(src: Path, tmp_path: Path, run_packer: Run) -> None:
     listed = subprocess.run(["find", ".", "-name", "cat-*"], cwd=src, capture_output=True, check=True).stdout
     assert listed.startswith(b"./")
@@ -299,7 +304,7 @@ def test_a_copy_of_a_withdrawn_picture_is_a_warning_even_with_quiet(src: Path, t
     run_packer("shard", src, tmp_path / "out")
     (tmp_path / "gone.txt").write_text("train/cat/cat-0\n")
     result = run_packer("shard", tmp_path / "out", tmp_path / "new", "--drop-keys", tmp_path / "gone.txt", "--quiet")
-    assert result.stderr.strip() == "warning: 1 kept sample(s) have the same bytes as a withdrawn one: val/dog/copy"
+    assert result.stderr.strip() == "warning: 1 kept sample has the same bytes as a withdrawn one: val/dog/copy"
 
 
 def test_a_withdrawn_key_with_a_slip_stops_everything(src: Path, tmp_path: Path, run_packer: Run) -> None:

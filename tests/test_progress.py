@@ -79,7 +79,7 @@ def test_a_terminal_sees_files_samples_bytes_speed_and_what_is_left(
     assert len(set(samples)) > 2
     # The bar is wiped when it is done: what stays on screen is the summary alone.
     last = seen.replace("\r\n", "\n").rstrip("\n").split("\r")[-1]
-    assert "packed 40 samples in 1 classes into 10 shard(s)" in last
+    assert "packed 40 samples in 1 class into 10 shards" in last
     assert "%|" not in last
 
 

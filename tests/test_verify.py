@@ -118,7 +118,7 @@ def test_nothing_is_wrong_with_an_intact_dataset(intact: Path, workers: int, dee
 
 def test_command_says_ok(intact: Path, run_packer: Callable[..., Result]) -> None:
     result = run_packer("verify", intact)
-    assert result.stdout.startswith("ok: checked 9 samples in 5 shard(s)")
+    assert result.stdout.startswith("ok: checked 9 samples in 5 shards")
     assert result.stdout.count("\n") == 1
     assert run_packer("verify", intact, "--quiet").output == ""
     assert json.loads(run_packer("verify", intact, "--json").stdout) == []

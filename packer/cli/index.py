@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from packer.cli.options import as_json, human_bytes, quiet, workers
+from packer.cli.options import as_json, counted, human_bytes, quiet, workers
 from packer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def _globs(splits: tuple[str, ...]) -> dict[str, str] | None:
 def _print(manifest: Manifest, folder: str) -> None:
     for split in manifest.splits.values():
         size = human_bytes(split.bytes)
-        click.echo(f"{split.name}: {split.samples:,} samples in {len(split.shards):,} shard(s), {size}", err=True)
+        shards = counted(len(split.shards), "shard")
+        click.echo(f"{split.name}: {counted(split.samples, 'sample')} in {shards}, {size}", err=True)
     click.echo(f"  fields: {', '.join(manifest.fields)}", err=True)
     for what in ("skipped", "unknown"):
         for reason, count in manifest.source.get(what, {}).items():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from packer.cli.options import as_json, dataset, human_bytes
+from packer.cli.options import as_json, counted, dataset, human_bytes
 from packer.cli.tables import table
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _lines(folder: str, manifest: Manifest) -> list[str]:
         facts.append(["lost", printable(f"{count} × {what}")])
     if options := _options(manifest.options):
         facts.append(["options", printable(options)])
-    head = f"{printable(folder)}: {manifest.samples:,} samples, {human_bytes(manifest.bytes)}"
+    head = f"{printable(folder)}: {counted(manifest.samples, 'sample')}, {human_bytes(manifest.bytes)}"
     return [head, "", *table(splits, "<>>>>"), "", *table(facts, "<<")]
 
 

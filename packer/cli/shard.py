@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from packer.cli.options import Bytes, Fold, SplitFractions, as_json, human_bytes, quiet, workers
+from packer.cli.options import Bytes, Fold, SplitFractions, as_json, counted, human_bytes, quiet, workers
 from packer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -309,12 +309,13 @@ def _print_plan(prepared: Prepared, found: list[tuple[str, str]] | None, *, as_j
         )
         return
     click.echo(f"layout   {scan.layout} ({scan.rule})")
-    click.echo(f"samples  {len(scan):,}" + (f" in {len(scan.classes):,} classes" if scan.classes else ""))
+    click.echo(f"samples  {len(scan):,}" + (f" in {counted(len(scan.classes), 'class')}" if scan.classes else ""))
     click.echo(f"fields   {', '.join([*scan.fields, 'cls'] if scan.made_cls else scan.fields)}")
     for number, name in enumerate(scan.splits):
         shards = [s for s in plan.shards if s.split == name]
         click.echo(
-            f"split    {name}: {int((scan.split == number).sum()):,} samples, {len(shards)} shard(s), "
+            f"split    {name}: {counted(int((scan.split == number).sum()), 'sample')}, "
+            f"{counted(len(shards), 'shard')}, "
             f"{human_bytes(sum(s.bytes for s in shards))}"
         )
     for warning in plan.warnings:
@@ -324,7 +325,7 @@ def _print_plan(prepared: Prepared, found: list[tuple[str, str]] | None, *, as_j
     for path, reason in problems:
         click.echo(f"problem  {path}: {reason}")
     click.echo(
-        f"{len(problems)} problem(s) found "
+        f"{counted(len(problems), 'problem')} found "
         + (
             "by name and size (--check header looks into every picture)"
             if found is None
@@ -365,20 +366,21 @@ def _print_result(out: str, result: PackResult, said: Sequence[str]) -> None:
         click.echo(f"already complete: {out} holds these {manifest.samples:,} samples", err=True)
         return
     click.echo(
-        f"packed {manifest.samples:,} samples"
-        + (f" in {len(manifest.classes):,} classes" if manifest.classes else "")
-        + f" into {shards:,} shard(s), {human_bytes(manifest.bytes)}, in {result.seconds:.1f} s ({_speed(result)})",
+        f"packed {counted(manifest.samples, 'sample')}"
+        + (f" in {counted(len(manifest.classes), 'class')}" if manifest.classes else "")
+        + f" into {counted(shards, 'shard')}, {human_bytes(manifest.bytes)}, "
+        f"in {result.seconds:.1f} s ({_speed(result)})",
         err=True,
     )
     if result.resumed_shards:
-        click.echo(f"  {result.resumed_shards:,} shard(s) were finished by an earlier run", err=True)
+        click.echo(f"  {counted(result.resumed_shards, 'shard')} finished by an earlier run", err=True)
     for what, count in sorted(result.encoded.items()):
         click.echo(f"  {count:,} × {what}", err=True)
     for reason, count in Counter(reason for _, reason in result.skipped).most_common():
         click.echo(f"  skipped {count:,} × {reason}", err=True)
     if result.broken:
         path, reason = result.broken[0]
-        click.echo(f"  left out {len(result.broken):,} broken file(s), first {path}: {reason}", err=True)
+        click.echo(f"  left out {counted(len(result.broken), 'broken file')}, first {path}: {reason}", err=True)
     for warning in result.warnings:
         if warning not in said:
             click.echo(f"  warning: {warning}", err=True)

@@ -61,7 +61,8 @@ def command(
     for name, one in found.items():
         if one.channels.failed and not quiet:
             click.echo(
-                f"{counted(one.channels.failed, 'picture')} of {name} cannot be decoded; run: packer verify {dataset} --deep",
+                f"{counted(one.channels.failed, 'picture')} of {name} cannot be decoded; "
+                f"run: packer verify {dataset} --deep",
                 err=True,
             )
 

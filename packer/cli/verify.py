@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from packer.cli.options import as_json, dataset, human_bytes, quiet, workers
+from packer.cli.options import as_json, counted, dataset, human_bytes, quiet, workers
 
 
 @click.command("verify")
@@ -54,12 +54,12 @@ def command(ctx: click.Context, *, dataset: str, deep: bool, workers: int | None
             click.echo(str(problem))
     if result.problems:
         if not quiet:
-            click.echo(f"{len(result.problems):,} problem(s) in {dataset}", err=True)
+            click.echo(f"{counted(len(result.problems), 'problem')} in {dataset}", err=True)
         ctx.exit(1)
     if not quiet:
         done = "checked and decoded" if deep else "checked"
         click.echo(
-            f"ok: {done} {result.samples:,} samples in {result.shards:,} shard(s), {human_bytes(result.bytes)}, "
-            f"in {seconds:.1f} s ({human_bytes(result.bytes / max(seconds, 1e-9))}/s)",
+            f"ok: {done} {counted(result.samples, 'sample')} in {counted(result.shards, 'shard')}, "
+            f"{human_bytes(result.bytes)}, in {seconds:.1f} s ({human_bytes(result.bytes / max(seconds, 1e-9))}/s)",
             err=as_json,
         )
