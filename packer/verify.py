@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +18,13 @@ from packer.formats import get_format
 from packer.index import Names, Rows, load_rows
 from packer.indexing import LAYOUT as INDEXED_LAYOUT
 from packer.manifest import FILE, Manifest, Shard, Split, checksum, read_json
+from packer.safe_tree import unsafe
 from packer.sample import printable
 from packer.shard_check import Problem, ShardCheck, check_shard
 from packer.storage import PARTIAL
 from packer.strings import Strings, repeated
 
+REPORT = "report.json"
 _CHUNK = 4 << 20
 #: Lines about one thing, so that a foreign index does not give millions.
 SHOWN = 100
@@ -50,8 +52,8 @@ def verify(
 
     Checked are: file sizes, crc32c of every field, shard, index and names file and of `dataset.json`
     itself; that the index agrees with the shards' own headers, sample by sample and in order; that
-    labels agree with the `cls` fields; that keys are unique in their split; that no shard file is
-    missing or left over.
+    labels agree with the `cls` fields; that keys are unique in their split; that original paths are
+    safe and unique, so that they can be restored; that no shard file is missing or left over.
 
     Args:
         folder: a packed dataset.
@@ -73,7 +75,7 @@ def verify(
         if not os.path.lexists(os.path.join(folder, FILE)):
             raise
         return Verified([Problem(FILE, str(error))], 0, 0, 0)
-    problems = [*_check_manifest(folder), *_check_files(folder, manifest)]
+    problems = [*_check_manifest(folder), *_check_files(folder, manifest), *_check_report(folder, manifest)]
     order = {shard.name: number for number, shard in enumerate(_shards(manifest))}
     tasks = (
         task
@@ -121,6 +123,28 @@ def _check_files(folder: str, manifest: Manifest) -> Iterator[Problem]:
                 yield Problem(name, "left over from an interrupted run")
 
 
+def _check_report(folder: str, manifest: Manifest) -> Iterator[Problem]:
+    """The list of what packing left out: it is there, and lists as much as `dataset.json` counts."""
+    if "broken" not in manifest.source:  # not made by packing
+        return
+    try:
+        entries = read_json(os.path.join(folder, REPORT))["skipped"]
+        listed = Counter((str(entry["kind"]), str(entry["reason"])) for entry in entries)
+    except FileNotFoundError:
+        yield Problem(REPORT, "missing")
+    except OSError as error:
+        yield Problem(REPORT, f"cannot be read: {error.strerror}")
+    except (ValueError, RecursionError) as error:
+        yield Problem(REPORT, f"cannot be read: {error}")
+    except (KeyError, TypeError, IndexError):
+        yield Problem(REPORT, "is not the list of files that packing left out")
+    else:
+        skipped = {reason: count for (kind, reason), count in listed.items() if kind == "rule"}
+        broken = sum(count for (kind, _), count in listed.items() if kind == "broken")
+        if skipped != manifest.source.get("skipped", {}) or broken != manifest.source["broken"]:
+            yield Problem(REPORT, "does not list as many files left out as dataset.json counts")
+
+
 # ---------------------------------------------------------------- one split
 
 
@@ -133,6 +157,7 @@ def _split_tasks(
         problems += _check_rows(rows, split, manifest)
     if names is not None:
         problems += _check_keys(names.keys, split)
+        problems += _check_paths(names, split, manifest)
     made = names.paths[manifest.fields.index("cls")].lengths == 0 if names and "cls" in manifest.fields else None
     begin = 0
     for shard in split.shards:
@@ -248,3 +273,34 @@ def _check_keys(keys: Strings, split: Split) -> Iterator[Problem]:
                 yield Problem(split.names_file, f"has the same key as sample {first[key]}", sample, printable(key))
     if count > SHOWN:
         yield Problem(split.names_file, f"… and {count - SHOWN:,} more keys used before")
+
+
+def _check_paths(names: Names, split: Split, manifest: Manifest) -> Iterator[Problem]:
+    """Original paths stay below their folder, and no two files have one: else they cannot be restored."""
+    # Hard links of strangers' shards may give one member to several samples.
+    strangers = manifest.source.get("layout") == INDEXED_LAYOUT
+    count = 0
+    for what, sample, field, path in _bad_paths(names, manifest.fields, repeats=not strangers):
+        count += 1
+        if count <= SHOWN:
+            said = f"the original path '{printable(path)}' {what}"
+            yield Problem(split.names_file, said, sample, printable(names.keys[sample]), field)
+    if count > SHOWN:
+        yield Problem(split.names_file, f"… and {count - SHOWN:,} more original paths that cannot be restored")
+
+
+def _bad_paths(names: Names, fields: Sequence[str], *, repeats: bool) -> Iterator[tuple[str, int, str, bytes]]:
+    """(what is wrong, sample, field, path)"""
+    for field, column in zip(fields, names.paths, strict=True):
+        for sample, path in enumerate(column):
+            if path and (why := unsafe(path)):
+                yield why, sample, field, path
+    if not repeats:
+        return
+    total = len(names.keys)
+    first: dict[bytes, int] = {}
+    for at in repeated(Strings.concatenate(names.paths)).tolist():
+        number, sample = divmod(at, total)
+        path = names.paths[number][sample]
+        if path and first.setdefault(path, at) != at:
+            yield f"is that of sample {first[path] % total} too", sample, fields[number], path
