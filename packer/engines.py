@@ -164,6 +164,7 @@ def _count(samples: int, size: int) -> None:
 def _stop(pool: ProcessPoolExecutor) -> None:
     """End the workers now: what they were writing is worth nothing without the rest."""
     processes = list((pool._processes or {}).values())
+    calls, results = getattr(pool, "_call_queue", None), getattr(pool, "_result_queue", None)
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.join(0.05) if process.is_alive() else None
@@ -171,6 +172,12 @@ def _stop(pool: ProcessPoolExecutor) -> None:
             process.kill()
     for process in processes:
         process.join()
+    # A worker killed halfway through a message leaves the pool's threads waiting for the rest, and Python waits for
+    # them at exit: this process alone still holds the other ends.
+    for end in (getattr(results, "_writer", None), getattr(calls, "_reader", None)):
+        if end is not None:
+            with contextlib.suppress(OSError):
+                end.close()
 
 
 def cpu_count() -> int:

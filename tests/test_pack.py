@@ -19,6 +19,7 @@ from PIL import Image
 import packer.engines
 import packer.shard
 from packer.encoders import Resize
+from packer.engines import LocalProcesses, no_report
 from packer.errors import OutputError, ProblemsError, SourceChangedError, UsageError, WorkerDiedError
 from packer.job import STATE
 from packer.manifest import FILE
@@ -784,6 +785,21 @@ def test_at_most_one_task_more_than_workers_is_in_memory() -> None:
         done += 1
         assert taken - done <= 3
     assert (taken, done) == (40, 40)
+
+
+def test_workers_stopped_halfway_through_a_message_leave_no_thread_waiting() -> None:
+    before = set(threading.enumerate())
+    for _ in range(6):
+        results = LocalProcesses(2).run(_large_result, range(8), no_report)
+        next(iter(results))
+        results.close()  # type: ignore[attr-defined]
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def _large_result(task: int, report: Callable[[int, int], None]) -> bytes:
+    return bytes(30_000_000)
 
 
 def _slowly(task: int, report: Callable[[int, int], None]) -> int:

@@ -135,6 +135,8 @@ def main() -> None:
     except OSError:  # click's own last words, to standard error
         _lead_nowhere(sys.stderr)
         sys.exit(1)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: Python's own end is not to be broken off
 
 
 def _interrupt_once(_number: int, _frame: FrameType | None) -> None:
