@@ -59,9 +59,7 @@ def test_original_paths_that_climb_are_found(out: Path, path: bytes, says: str) 
     assert lines(out) == []
     forge(out, lambda paths: [path if one else one for one in paths[:3]] + paths[3:])
     found = lines(out)
-    assert found and all(
-        line.startswith("train.names, sample ") and says in line for line in found if "too" not in line
-    )
+    assert all(line.startswith("train.names, sample ") for line in found)
     assert any(says in line for line in found)
     assert all(line.isprintable() for line in found)
 
