@@ -94,6 +94,25 @@ class ShardError(PackerError):
     """A shard is truncated, damaged, or not what the index says it is."""
 
 
+class DamagedShardError(ShardError):
+    """A shard goes wrong at a known place: truncated, damaged, or of a kind that has no byte ranges.
+
+    Attributes:
+        shard: the file.
+        offset: the byte at which it goes wrong.
+        what: the reason alone.
+    """
+
+    def __init__(self, shard: str, offset: int, what: str) -> None:
+        super().__init__(shard, offset, what)
+        self.shard, self.offset, self.what = shard, offset, what
+
+    def __str__(self) -> str:
+        from packer.sample import printable
+
+        return f"{printable(self.shard)}: at offset {self.offset}: {self.what}"
+
+
 class SampleError(PackerError):
     """A sample cannot be read, decoded or transformed; its cause is chained.
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from packer.formats import get_format
 from packer.index import Names, NamesToWrite, Rows, npy_header, npy_rows, row_dtype
 from packer.manifest import Manifest, Split
-from packer.storage import write_atomic, write_json
-
-WEBDATASET = "webdataset"
+from packer.storage import write_atomic
 
 
 def finish(
@@ -26,7 +26,7 @@ def finish(
     options: Mapping[str, Any] | None = None,
     fingerprint: str = "",
 ) -> Manifest:
-    """Write index, names and (tar only) wids index of every split, then `dataset.json`.
+    """Write index, names and the format's own sidecars of every split, then `dataset.json`.
 
     Each file appears whole or not at all, and the manifest only after all others: a folder with a
     manifest is complete.
@@ -60,8 +60,6 @@ def finish(
             )
         for name, parts in ((split.index_file, _index_parts(split, rows, fields)), (split.names_file, names.parts())):
             sidecars[name] = write_atomic(os.path.join(folder, name), parts)._asdict()
-        if format == WEBDATASET:
-            write_json(os.path.join(folder, split.wids_file), wids_index(split))
     manifest = Manifest(
         format=format,
         fields=tuple(fields),
@@ -70,22 +68,13 @@ def finish(
         source=source or {},
         options=options or {},
         fingerprint=fingerprint,
-        sidecars=sidecars,
     )
+    for split in manifest.splits.values():
+        for name, content in get_format(format).sidecars(folder, split, manifest):
+            sidecars[name] = write_atomic(os.path.join(folder, name), content)._asdict()
+    manifest = replace(manifest, sidecars=sidecars)
     manifest.save(folder)
     return manifest
-
-
-def wids_index(split: Split) -> dict[str, Any]:
-    """The index that the `wids` package reads; its URLs are relative to the file's own folder."""
-    return {
-        "__kind__": "wids-shard-index-v1",
-        "wids_version": 1,
-        "name": split.name,
-        "shardlist": [
-            {"url": shard.name, "nsamples": shard.samples, "filesize": shard.bytes} for shard in split.shards
-        ],
-    }
 
 
 def _index_parts(split: Split, rows: Rows | Iterable[Rows], fields: Sequence[str]) -> Iterator[bytes | memoryview]:

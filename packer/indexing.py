@@ -1,4 +1,4 @@
-"""Making tar shards that others wrote readable by index: `packer index`.
+"""Making shards that others wrote readable by index: `packer index`.
 
 Every shard is read once, front to back; headers are checked, contents checksummed, images' sizes
 noted. The shards are never written to. What the headers say becomes the same index, names and
@@ -13,15 +13,24 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from crc32c import crc32c
 
 from packer.engines import Report, local_engine, no_report
-from packer.errors import BadImageError, ManifestError, OutputError, ProblemsError, ShardError, UsageError
-from packer.finish import WEBDATASET, finish
-from packer.formats.tar_reader import Member, TarError, group_samples, iter_members, open_shard
+from packer.errors import (
+    BadImageError,
+    DamagedShardError,
+    ManifestError,
+    OutputError,
+    ProblemsError,
+    ShardError,
+    UsageError,
+)
+from packer.finish import finish
+from packer.formats import get_format
+from packer.formats.base import Format, Found, FoundSample
 from packer.imaging import probe
 from packer.index import Names, Rows, empty_rows
 from packer.known import keep_known
@@ -29,7 +38,7 @@ from packer.manifest import FILE, Manifest, Shard, Split
 from packer.patterns import find_shards, group_by_split
 from packer.sample import field_name, is_image_field, label_of, printable
 from packer.sources.base import StringsBuilder
-from packer.storage import exclusive, output_error
+from packer.storage import exclusive, open_regular, output_error
 from packer.strings import Int64s, Strings
 
 #: `source.layout` of a manifest made here, not by packing.
@@ -50,14 +59,14 @@ def index_folder(
     workers: int | None = None,
     progress: Report | None = None,
 ) -> Manifest:
-    """Write index, names, wids index and manifest beside tar shards.
+    """Write index, names, the format's sidecars and the manifest beside shards.
 
-    A sample is a run of consecutive members with one key (see `packer.formats.tar_reader`). Its label
-    is the number in its `cls` field. `.jpeg` and `.JPG` become the field `jpg`, as in packing, unless
-    the sample has both. Hard links count as the file they stand for.
+    What a sample is, is the format's to say (`packer.formats.base.Format.walk`; in a tar, a run of consecutive
+    members with one key). Its label is what the container states, or else the number in its `cls` field. `.jpeg`
+    and `.JPG` become the field `jpg`, as in packing, unless the sample has both.
 
     Args:
-        where: a folder of `.tar` files, or a pattern (see `packer.patterns.find_shards`).
+        where: a folder of shards, or a pattern (see `packer.patterns.find_shards`).
         splits: split → glob over shard names; by default a word of the shard's name, or else its folder's
             name (`train`, `val`, `valid`, `validation`, `dev`, `test`), or else `train`.
         force: replace what packing wrote. Class names, original paths and the like are kept
@@ -77,24 +86,40 @@ def index_folder(
     >>> index_folder("cc3m/{00000..00331}.tar").samples                      # doctest: +SKIP
     2905954
     """
-    folder, names = find_shards(os.fspath(where))
+    folder, names, format_ = find_shards(os.fspath(where))
+    beside = _sidecars(folder)
+    names = [name for name in names if name not in beside]
     grouped = group_by_split(folder, names, splits)
-    _refuse_overwriting(names, grouped)
+    _refuse_overwriting(names, grouped, format_)
     before = _check_free(folder, force=force)
     with exclusive(folder, folder):
-        shards = _read_all(folder, names, workers, progress or no_report)
-        return _write(folder, grouped, shards, before)
+        shards = _read_all(folder, names, format_, workers, progress or no_report)
+        return _write(folder, grouped, shards, format_, before)
+
+
+def _sidecars(folder: str) -> frozenset[str]:
+    """Files beside the shards that packer wrote: an HDF5 one looks like a shard."""
+    with contextlib.suppress(ManifestError):  # said later
+        return frozenset(Manifest.load(folder).sidecars)
+    return frozenset()
 
 
 def _write(
-    folder: str, grouped: Mapping[str, Sequence[str]], shards: Mapping[str, _Indexed], before: Manifest | None
+    folder: str,
+    grouped: Mapping[str, Sequence[str]],
+    shards: Mapping[str, _Indexed],
+    format_: Format,
+    before: Manifest | None,
 ) -> Manifest:
     """Everything that stands beside the shards, the manifest last."""
     fields = _field_order(shards.values(), before)
     parts = [_join(split, [shards[name] for name in listed], fields) for split, listed in grouped.items()]
     _refuse_doubles(parts)
     manifest = Manifest(
-        WEBDATASET, fields, {split.name: split for split, _, _ in parts}, source=_describe(shards.values())
+        format_.name,
+        fields,
+        {split.name: split for split, _, _ in parts},
+        source=_describe(shards.values(), format_),
     )
     if before is not None:
         parts, manifest = keep_known(folder, before, parts, manifest, packed=before.source.get("layout") != LAYOUT)
@@ -106,7 +131,7 @@ def _write(
         raise output_error(os.path.join(folder, FILE), error) from error
     return finish(
         folder,
-        format=WEBDATASET,
+        format=format_.name,
         splits=parts,
         fields=fields,
         classes=manifest.classes,
@@ -116,12 +141,14 @@ def _write(
     )
 
 
-def _refuse_overwriting(shards: Sequence[str], splits: Iterable[str]) -> None:
+def _refuse_overwriting(shards: Sequence[str], splits: Iterable[str], format_: Format) -> None:
     """Shards are never written to, not even those that are called like what is written beside them."""
     parts = [Split(name, ()) for name in splits]
-    written = {FILE, *(name for part in parts for name in (part.index_file, part.names_file, part.wids_file))}
+    written = {FILE, *(name for part in parts for name in (part.index_file, part.names_file, *part.beside(format_)))}
     for name in sorted(written.intersection(shards)):
-        raise UsageError(f"the shard {printable(name)!r} is called like a file of the index; rename it to end in .tar")
+        raise UsageError(
+            f"the shard {printable(name)!r} is called like a file of the index; rename it to end in {format_.suffix}"
+        )
 
 
 def _check_free(folder: str, *, force: bool) -> Manifest | None:
@@ -181,9 +208,18 @@ class _Indexed:
         return len(self.labels)
 
 
-def _read_all(folder: str, names: Sequence[str], workers: int | None, progress: Report) -> dict[str, _Indexed]:
-    paths = [os.path.join(folder, name) for name in names]
-    done = {result.name: result for result in local_engine(workers, len(names)).run(_index_shard, paths, progress)}
+class _Task(NamedTuple):
+    """One shard to be read."""
+
+    path: str
+    format: str
+
+
+def _read_all(
+    folder: str, names: Sequence[str], format_: Format, workers: int | None, progress: Report
+) -> dict[str, _Indexed]:
+    tasks = [_Task(os.path.join(folder, name), format_.name) for name in names]
+    done = {result.name: result for result in local_engine(workers, len(names)).run(_index_shard, tasks, progress)}
     bad = [(printable(name), problem) for name in names if (problem := done[name].problem)]
     if bad:
         raise ProblemsError(
@@ -194,16 +230,16 @@ def _read_all(folder: str, names: Sequence[str], workers: int | None, progress: 
     return {name: done[name] for name in names}
 
 
-def _index_shard(path: str, report: Report) -> _Indexed:
+def _index_shard(task: _Task, report: Report) -> _Indexed:
     """Read one shard. A defect of the shard becomes `problem`, so that all shards' defects are told at once."""
-    name = os.path.basename(path)
+    name = os.path.basename(task.path)
     try:
-        fd = open_shard(path)
+        fd = open_regular(task.path)
     except OSError as error:
         return _Indexed(name, problem=error.strerror)
     try:
-        return _ShardPass(fd, name, report).run()
-    except TarError as error:
+        return _ShardPass(fd, name, report).run(get_format(task.format), task.path)
+    except DamagedShardError as error:
         return _Indexed(name, problem=f"at offset {error.offset}: {error.what}")
     except (ShardError, OSError) as error:
         return _Indexed(name, problem=str(error))
@@ -216,15 +252,14 @@ class _ShardPass:
 
     def __init__(self, fd: int, name: str, report: Report) -> None:
         self._file = _Contents(fd, name)
-        self._fd = fd
         self._report = report
         self.found = _Indexed(name)
 
-    def run(self) -> _Indexed:
+    def run(self, format_: Format, path: str) -> _Indexed:
         found = self.found
         reported = 0
-        for key, fields in group_samples(iter_members(self._fd, shard=found.name), found.name, found.skipped):
-            self._sample(key, fields)
+        for sample in format_.walk(path, found.skipped):
+            self._sample(sample)
             if found.samples % _REPORT_EVERY == 0:
                 self._report(_REPORT_EVERY, self._file.at - reported)
                 reported = self._file.at
@@ -232,34 +267,35 @@ class _ShardPass:
         self._report(found.samples % _REPORT_EVERY, found.size - reported)
         return found
 
-    def _sample(self, key: bytes, fields: Mapping[str, Member]) -> None:
+    def _sample(self, sample: FoundSample) -> None:
         found, number = self.found, self.found.samples
-        label = height = width = -1
-        for raw, member in fields.items():
+        label = -1 if sample.label is None else sample.label
+        height = width = -1
+        for raw, place in sample.fields.items():
             name = field_name(raw)
-            if name != raw and name in fields:
+            if name != raw and name in sample.fields:
                 name = raw
-            column = found.columns.get(name) or self._column(name, member)
-            checksum, view = self._file.read(member)
+            column = found.columns.get(name) or self._column(name, place)
+            checksum, view = self._file.read(place)
             column.samples.append(number)
-            column.offsets.append(member.data_offset)
-            column.lengths.append(member.size)
+            column.offsets.append(place.offset)
+            column.lengths.append(place.length)
             column.checksums.append(checksum)
-            column.names.extend([member.name])
-            if name == _LABEL_FIELD:
+            column.names.extend([place.name])
+            if name == _LABEL_FIELD and sample.label is None:
                 label = self._label(view)
             elif height < 0 and is_image_field(name):
                 height, width = self._size(view)
-        found.keys.extend([key])
+        found.keys.extend([sample.key])
         found.labels.append(label)
         found.heights.append(height)
         found.widths.append(width)
 
-    def _column(self, name: str, member: Member) -> _Column:
+    def _column(self, name: str, place: Found) -> _Column:
         if len(self.found.columns) == _MAX_FIELDS:
-            raise TarError(
+            raise DamagedShardError(
                 self.found.name,
-                member.offset,
+                place.offset,
                 f"more than {_MAX_FIELDS} different fields: these are not samples with the same few extensions",
             )
         return self.found.columns.setdefault(name, _Column())
@@ -291,11 +327,11 @@ class _Contents:
         self._crc = 0
         self.at = 0  # how far the shard's own checksum has come
 
-    def read(self, member: Member) -> tuple[int, memoryview | None]:
-        """A member's crc32c and content, valid until the next call; no content where it is huge."""
-        start, end = member.data_offset, member.data_offset + member.size
-        if start < self.at:  # a hard link: its content has passed by
-            return self._pieces(start, end, 0) if member.size > _MAX_IN_MEMORY else self._again(start, member.size)
+    def read(self, place: Found) -> tuple[int, memoryview | None]:
+        """A field's crc32c and content, valid until the next call; no content where it is huge."""
+        start, end = place.offset, place.offset + place.length
+        if start < self.at:  # a hard link, say: its content has passed by
+            return self._pieces(start, end, 0) if place.length > _MAX_IN_MEMORY else self._again(start, place.length)
         if end - self.at > _MAX_IN_MEMORY:
             self._advance(start)
             checksum, _ = self._pieces(start, end, 0)
@@ -311,7 +347,9 @@ class _Contents:
         """Size and crc32c of the whole shard."""
         self._advance(self._size)
         if os.fstat(self._fd).st_size != self._size:
-            raise TarError(self._name, self._size, "the file changed while it was read; let it come to rest first")
+            raise DamagedShardError(
+                self._name, self._size, "the file changed while it was read; let it come to rest first"
+            )
         return self._size, self._crc
 
     def _again(self, start: int, size: int) -> tuple[int, memoryview]:
@@ -335,7 +373,7 @@ class _Contents:
         while got < size:
             more = os.preadv(self._fd, [view[got:]], start + got)
             if more == 0:
-                raise TarError(self._name, start + got, "the file shrank while it was read")
+                raise DamagedShardError(self._name, start + got, "the file shrank while it was read")
             got += more
         return view
 
@@ -343,14 +381,14 @@ class _Contents:
 # --- all shards together -----------------------------------------------------------------------
 
 
-def _describe(shards: Iterable[_Indexed]) -> dict[str, Any]:
+def _describe(shards: Iterable[_Indexed], format_: Format) -> dict[str, Any]:
     """The manifest's `source`: what is in no sample, and what could not be told of those that are."""
     skipped: Counter[str] = Counter()
     unknown: Counter[str] = Counter()
     for shard in shards:
         skipped.update(shard.skipped)
         unknown.update(shard.unknown)
-    rule = "tar shards, made elsewhere"
+    rule = f"{format_.title} shards, made elsewhere"
     return {"layout": LAYOUT, "rule": rule, "skipped": dict(skipped), "unknown": dict(unknown)}
 
 

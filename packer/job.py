@@ -17,8 +17,8 @@ from typing import Any
 from crc32c import crc32c
 
 from packer.errors import OutputError
-from packer.finish import WEBDATASET, wids_index
-from packer.manifest import FILE, Manifest, Split, read_json
+from packer.formats import get_format
+from packer.manifest import FILE, Manifest
 from packer.storage import exclusive, output_error, write_json
 
 STATE = ".packer"
@@ -56,9 +56,7 @@ def _check_files(out: str, manifest: Manifest) -> None:
     damage = []
     for split in manifest.splits.values():
         damage += [_damage(os.path.join(out, shard.name), shard.bytes) for shard in split.shards]
-        if manifest.format == WEBDATASET:
-            damage.append(_damage_to_wids(os.path.join(out, split.wids_file), split))
-        for name in (split.index_file, split.names_file):
+        for name in (split.index_file, split.names_file, *split.beside(get_format(manifest.format))):
             if name not in manifest.sidecars:
                 damage.append(_damage(os.path.join(out, name)))
     for name, facts in manifest.sidecars.items():
@@ -86,16 +84,6 @@ def _damage(path: str, size: int | None = None, checksum: int | None = None) -> 
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return f"{name} has other bytes than were written" if checksum is not None and found != checksum else ""
-
-
-def _damage_to_wids(path: str, split: Split) -> str:
-    if damage := _damage(path):
-        return damage
-    try:
-        same = read_json(path) == wids_index(split)
-    except (OSError, ValueError, RecursionError):
-        same = False
-    return "" if same else f"{os.path.basename(path)} is not what was written"
 
 
 @contextlib.contextmanager

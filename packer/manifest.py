@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crc32c import crc32c
 
@@ -16,6 +16,9 @@ from packer.errors import ManifestError
 from packer.formats import FORMATS
 from packer.sample import bad_fields
 from packer.storage import write_json
+
+if TYPE_CHECKING:
+    from packer.formats.base import Format
 
 FILE = "dataset.json"
 VERSION = 1
@@ -67,10 +70,12 @@ class Split:
         """Name of the file of keys and original paths inside the folder."""
         return f"{self.name}.names"
 
-    @property
-    def wids_file(self) -> str:
-        """Name of the split's wids index inside the folder."""
-        return f"{self.name}.wids.json"
+    def beside(self, format: Format) -> tuple[str, ...]:  # noqa: A002
+        """Names of the files that the shards' format has beside them, for other readers; none for a single file."""
+        return tuple(name for ending in format.beside if (name := self.name + ending) not in self._shard_names())
+
+    def _shard_names(self) -> set[str]:
+        return {shard.name for shard in self.shards}
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Manifest:
         source: where the samples came from, in counts (layout, skipped files by reason).
         options: what was asked for, so that the same bytes can be made again.
         fingerprint: of the plan; equal fingerprints give equal bytes.
-        sidecars: crc32c and size of each index and names file.
+        sidecars: crc32c and size of each index and names file, and of those that the format has beside its shards.
     """
 
     format: str
@@ -256,6 +261,6 @@ def _why_missing(folder: str) -> str:
     if os.path.isdir(os.path.join(folder, ".packer")):
         return f"{path} is missing: packing was not finished; run the same 'packer shard' command again to finish it"
     return (
-        f"{path} is missing: not a packed dataset; 'packer index {folder}' makes it from tar shards, "
+        f"{path} is missing: not a packed dataset; 'packer index {folder}' makes it from shards, "
         f"'packer shard {folder} OUT' packs a folder of files"
     )

@@ -217,7 +217,7 @@ def prepare(
         scan = choose(scan)
     format_ = get_format(options.format)
     _refuse_too_long(scan, format_.name, format_.max_field_bytes)
-    planned = plan(scan, format_.sample_bytes(scan), format_.overhead, options.plan)
+    planned = plan(scan, format_.sample_bytes(scan), format_.overhead(scan), options.plan)
     if options.plan.split is not None:
         _refuse_joined_keys(planned.scan)
         if len(scan.splits) > 1:

@@ -7,10 +7,17 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from packer.errors import ProblemsError, SourceError, UsageError
+from packer.formats import all_formats, get_format
+from packer.formats.base import HEAD_BYTES
 from packer.manifest import is_plain_name
 from packer.sample import printable
+from packer.storage import open_regular
+
+if TYPE_CHECKING:
+    from packer.formats.base import Format
 
 #: A word of a shard's name, or its folder's whole name, that says which split it belongs to.
 SPLITS = ("train", "val", "valid", "validation", "dev", "test")
@@ -58,19 +65,20 @@ def _choices(inside: str, pattern: str) -> Sequence[str]:
     )
 
 
-def find_shards(where: str) -> tuple[str, list[str]]:
-    """The shards that a folder, or a pattern, stands for.
+def find_shards(where: str) -> tuple[str, list[str], Format]:
+    """The shards that a folder, or a pattern, stands for, and their format.
 
     Args:
-        where: a folder with `.tar` files (`.TAR` too; hidden files are no shards); or file names
-            with `{000000..000012}`, `*` and `?`, joined by `::`.
+        where: a folder with shards, known by their names' endings (`.TAR` too; hidden files are no shards); or
+            file names with `{000000..000012}`, `*` and `?`, joined by `::`, known by their endings or else by
+            how the first of them begins.
 
     Returns:
-        Their folder, and their names in it: as listed for a pattern, in natural order for a folder.
+        Their folder, their names in it (as listed for a pattern, in natural order for a folder), and the format.
 
     Raises:
         SourceError: no shard there, or only in folders below (each is a dataset of its own).
-        UsageError: shards in several folders, a URL, a name that cannot stand in a manifest.
+        UsageError: shards in several folders or of several formats, a URL, a name that cannot stand in a manifest.
         ProblemsError: named shards that do not exist, all listed.
     """
     paths = _in_folder(where) if os.path.isdir(where) else _by_pattern(where)
@@ -90,7 +98,41 @@ def find_shards(where: str) -> tuple[str, list[str]]:
         )
     if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
         raise UsageError(f"{where!r} names {printable(twice[0])!r} twice")
-    return next(iter(folders)) or ".", names
+    return next(iter(folders)) or ".", names, _format_of(paths)
+
+
+def _format_of(paths: Sequence[str]) -> Format:
+    """The format of these files. Of no known ending, and no known beginning: the first format's errors say why."""
+    formats: dict[str, str] = {}
+    for path in paths:
+        if (found := _by_name(path)) is not None:
+            formats.setdefault(found.name, path)
+    if not formats:
+        head = _head(paths[0])
+        return next((f for f in all_formats() if f.recognises(head)), all_formats()[0])
+    if len(formats) > 1:
+        listed = " and ".join(f"{printable(os.path.basename(path))} ({name})" for name, path in formats.items())
+        raise UsageError(f"shards of different formats: {listed}; an index covers one: name one kind by a pattern")
+    return get_format(next(iter(formats)))
+
+
+def _head(path: str) -> bytes:
+    try:
+        fd = open_regular(path)
+    except OSError:
+        return b""  # said when it is read
+    try:
+        return os.pread(fd, HEAD_BYTES, 0)
+    finally:
+        os.close(fd)
+
+
+def _by_name(path: str) -> Format | None:
+    """The format whose shards end like this. A hidden file is none (macOS leaves '._x.tar' beside 'x.tar')."""
+    name = os.path.basename(path).lower()
+    if name.startswith("."):
+        return None
+    return next((f for f in all_formats() if name.endswith(f.suffixes)), None)
 
 
 def _in_folder(folder: str) -> list[str]:
@@ -98,28 +140,24 @@ def _in_folder(folder: str) -> list[str]:
         entries = sorted(os.listdir(folder), key=_natural)
     except OSError as error:
         raise SourceError(f"{printable(folder)}: {error.strerror}") from error
-    # A hidden file is none of the shards, as for a shell (macOS leaves '._x.tar' beside 'x.tar').
-    shards = [os.path.join(folder, name) for name in entries if _is_tar(name)]
+    shards = [os.path.join(folder, name) for name in entries if _by_name(name)]
     if shards:
         return shards
-    below = [name for name in entries if any(map(_is_tar, _listed(os.path.join(folder, name))))]
+    endings = " ".join(ending for f in all_formats() for ending in f.suffixes)
+    below = [name for name in entries if any(map(_by_name, _listed(os.path.join(folder, name))))]
     if below:
         commands = "\n".join(f"  packer index {os.path.join(folder, name)}" for name in below[:20])
         raise SourceError(
-            f"{printable(folder)} holds no .tar files itself, its folders do; an index stands beside "
+            f"{printable(folder)} holds no shards ({endings}) itself, its folders do; an index stands beside "
             f"its shards, so each folder is a dataset of its own. Run:\n{commands}"
         )
-    packed = [name for name in entries if name.endswith((".tgz", ".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2"))]
+    packed = [name for name in entries if name.endswith(tuple(e for f in all_formats() for e in f.packed_suffixes))]
     if packed:
         raise SourceError(
             f"{printable(folder)} holds compressed shards only ({packed[0]}, …); byte ranges need plain "
-            "tar files: uncompress them first"
+            "files: uncompress them first"
         )
-    raise SourceError(f"{printable(folder)} holds no .tar files")
-
-
-def _is_tar(name: str) -> bool:
-    return name.lower().endswith(".tar") and not name.startswith(".")
+    raise SourceError(f"{printable(folder)} holds no shards ({endings})")
 
 
 def _listed(folder: str) -> list[str]:

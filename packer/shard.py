@@ -15,7 +15,7 @@ from crc32c import crc32c
 from packer.engines import Report
 from packer.errors import BadImageError, ProblemsError
 from packer.formats import get_format
-from packer.formats.base import Batch, Format, ShardWriter
+from packer.formats.base import About, Batch, Format, Seen, ShardWriter
 from packer.imaging import decode_check, probe, probe_all
 from packer.index import Rows, empty_rows, npy_rows, row_dtype
 from packer.sample import is_image_field, label_of, printable
@@ -157,9 +157,10 @@ def write_shard(task: ShardTask, report: Report) -> Finished:
     """
     final = os.path.join(task.out, task.name)
     partial = f"{final}.{os.getpid()}{PARTIAL}"  # a dying worker of a killed run must not share it
-    run = _Run(task, get_format(task.format).writer(partial, durable=task.durable))
+    format_ = get_format(task.format)
+    run = _Run(task, format_.writer(partial, about=About(task.scan.classes), durable=task.durable))
     try:
-        for begin, end in _batches(task.scan, get_format(task.format)):
+        for begin, end in _batches(task.scan, format_):
             report(end - begin, run.batch(begin, end))
         written = run.writer.close()
         rows = npy_rows(run.rows[: run.count])
@@ -255,7 +256,7 @@ class _Run:
         self._put_labels(buffer, layout, at, crcs, begin)
         image_sizes, keep = self._look(views, layout, begin, files)
         labels = self._labels(views, layout, begin, files)
-        offsets = self.writer.commit(None if keep.all() else keep)
+        offsets = self.writer.commit(Seen(labels, image_sizes), None if keep.all() else keep)
         self._note(layout, keep, offsets, crcs, image_sizes, labels)
 
     def _large(self, begin: int, files: slice) -> None:
@@ -286,7 +287,7 @@ class _Run:
                 self.reader.read_piece(places[i], int(sizes[i]), offset, view)
             crcs[member] = crc32c(view, int(crcs[member]))
 
-        offsets = self.writer.stream(layout.batch, read)
+        offsets = self.writer.stream(layout.batch, Seen(labels, image_sizes), read)
         self._note(layout, keep, offsets, crcs, image_sizes, labels)
 
     def _look(

@@ -7,7 +7,6 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ from crc32c import crc32c
 from packer.engines import Report
 from packer.errors import BadImageError, ShardError
 from packer.formats import get_format
+from packer.formats.base import FoundSample
 from packer.imaging import decode_check
 from packer.index import Rows
 from packer.manifest import Shard
@@ -355,8 +355,7 @@ class _Check:
     def _compare_headers(self) -> None:
         """Every field by the shard's own headers, sample by sample, against the index."""
         try:
-            in_shard = groupby(get_format(self.task.format).walk(self.task.path), lambda found: found.key)
-            samples = ((key, {f.field: (f.offset, f.length) for f in found}) for key, found in in_shard)
+            samples = get_format(self.task.format).walk(self.task.path)
             if self.task.rows is None or self.task.keys is None:
                 for _ in samples:
                     pass
@@ -369,19 +368,20 @@ class _Check:
                 getattr(error, "what", str(error)), None if offset is None else self._sample_at(offset), offset=offset
             )
 
-    def _compare_samples(
-        self, samples: Iterable[tuple[bytes, dict[str, tuple[int, int]]]], rows: Rows, keys: Strings
-    ) -> None:
+    def _compare_samples(self, samples: Iterable[FoundSample], rows: Rows, keys: Strings) -> None:
         expected = self._expected(rows, keys)
         number = 0
-        for number, (key, fields) in enumerate(samples, 1):
+        for number, (key, found, label) in enumerate(samples, 1):
+            fields = {name: (field.offset, field.length) for name, field in found.items()}
             known = next(expected, None)
-            first = min(offset for offset, _ in fields.values())
+            first = min((offset for offset, _ in fields.values()), default=None)
             if known is None:
                 return self._say(f"holds sample '{printable(key)}', which the index does not know", offset=first)
             if key != known[0]:  # from here on nothing would fit; one line says it
                 return self._say(f"the shard holds '{printable(key)}' in its place", number - 1, offset=first)
             self._compare_fields(number - 1, _as_indexed(fields), known[1])
+            if label is not None and label != rows["label"][number - 1]:
+                self._say(f"the shard says label {label}, the index {rows['label'][number - 1]}", number - 1)
         if number < len(rows):
             self._say(f"not in the shard, which ends after {number} of {len(rows)} samples", number)
         return None

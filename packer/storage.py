@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +28,19 @@ def fsync_folder(folder: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def open_regular(path: str) -> int:
+    """A file descriptor for pread. Neither a pipe nor a device is a shard, and neither is waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return fd
 
 
 class Facts(NamedTuple):

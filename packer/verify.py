@@ -13,7 +13,6 @@ from crc32c import crc32c
 
 from packer.engines import Report, local_engine, no_report
 from packer.errors import ManifestError, UsageError
-from packer.finish import WEBDATASET, wids_index
 from packer.formats import get_format
 from packer.index import Names, Rows, load_rows
 from packer.indexing import LAYOUT as INDEXED_LAYOUT
@@ -107,15 +106,17 @@ def _check_files(folder: str, manifest: Manifest) -> Iterator[Problem]:
     names = [shard.name for shard in _shards(manifest)]
     if len(set(names)) < len(names):
         yield from (Problem(FILE, f"lists {printable(name)} twice") for name, n in Counter(names).items() if n > 1)
-    suffix = get_format(manifest.format).suffix
-    known = {*names, *(name for split in manifest.splits.values() for name in (split.index_file, split.names_file))}
+    format_ = get_format(manifest.format)
+    known = {*names, *manifest.sidecars}
+    for split in manifest.splits.values():
+        known |= {split.index_file, split.names_file, *split.beside(format_)}
     # The index of a stranger's shards may cover some of a folder only.
     strangers = manifest.source.get("layout") == INDEXED_LAYOUT
     with os.scandir(folder) as entries:
         for name in sorted(entry.name for entry in entries):
             if name in known:
                 continue
-            if name.endswith(suffix) and not strangers:
+            if name.endswith(format_.suffix) and not strangers:
                 yield Problem(name, "a shard that dataset.json does not know; readers of all shards would take it in")
             elif name.endswith((".index.npy", ".names")):
                 yield Problem(name, "belongs to no split of dataset.json")
@@ -195,8 +196,11 @@ def _open_sidecars(
         names = Names.load(os.path.join(folder, split.names_file), split.samples, manifest.fields)
     except ManifestError as error:
         problems.append(Problem(split.names_file, str(error)))
-    if manifest.format == WEBDATASET:
-        problems += _check_wids(folder, split)
+    for file in split.beside(get_format(manifest.format)):
+        path = os.path.join(folder, file)
+        if not os.path.isfile(path):
+            problems.append(Problem(file, "not a regular file" if os.path.lexists(path) else "missing"))
+        problems += _check_sidecar(folder, file, manifest)
     return rows, names
 
 
@@ -225,18 +229,6 @@ def _size_and_crc32c(path: str) -> tuple[int, int]:
             size += len(data)
             found = crc32c(data, found)
     return size, found
-
-
-def _check_wids(folder: str, split: Split) -> Iterator[Problem]:
-    try:
-        value = read_json(os.path.join(folder, split.wids_file))
-    except FileNotFoundError:
-        yield Problem(split.wids_file, "missing")
-    except (OSError, ValueError, RecursionError) as error:
-        yield Problem(split.wids_file, f"cannot be read: {error}")
-    else:
-        if value != wids_index(split):
-            yield Problem(split.wids_file, "does not list the shards that dataset.json lists")
 
 
 def _check_rows(rows: Rows, split: Split, manifest: Manifest) -> Iterator[Problem]:

@@ -133,7 +133,7 @@ def _refuse_overwriting(path: str, dataset: Packed) -> None:
 
 def _own_files(manifest: Manifest) -> set[str]:
     splits = manifest.splits.values()
-    beside = {name for split in splits for name in (split.index_file, split.names_file, split.wids_file)}
+    beside = {name for split in splits for name in (split.index_file, split.names_file)}
     return {FILE, _REPORT, *beside, *manifest.sidecars, *(shard.name for split in splits for shard in split.shards)}
 
 

@@ -211,7 +211,7 @@ def test_src_inside_out_is_refused_because_out_is_not_empty(src: Path, tmp_path:
         (("nowhere", "{out}"), "does not exist"),
         (("{src}", "{file}"), "is a file"),
         (("{src}", "{src}", "{out}"), "several sources are merged when each is a packed dataset"),
-        (("{src}", "{out}", "--format", "zip"), "unknown format 'zip'"),
+        (("{src}", "{out}", "--format", "zip"), "'zip' is not"),
         (("{src}", "{out}", "--shard-size", "lots"), "is no size"),
         (("{src}", "{out}", "--shard-size", "0"), "--shard-size must be positive"),
         (("{src}", "{out}", "--fold", "0/5"), "is no fold"),

@@ -268,7 +268,8 @@ def test_finds_shards_by_folder_and_by_pattern(tmp_path):
     for name in ("t-2.tar", "t-10.tar", "t-1.tar", "u.tar", "notes.txt", ".hidden.tar"):
         write_tar(tmp_path / name, {"a.txt": b""})
     assert find_shards(str(tmp_path))[1] == ["t-1.tar", "t-2.tar", "t-10.tar", "u.tar"]
-    assert find_shards(f"{tmp_path}/t-{{2,10}}.tar::{tmp_path}/u*") == (str(tmp_path), ["t-2.tar", "t-10.tar", "u.tar"])
+    folder, names, format_ = find_shards(f"{tmp_path}/t-{{2,10}}.tar::{tmp_path}/u*")
+    assert (folder, names, format_.name) == (str(tmp_path), ["t-2.tar", "t-10.tar", "u.tar"], "webdataset")
     assert find_shards(f"{tmp_path}/t*.tar")[1] == ["t-1.tar", "t-2.tar", "t-10.tar"]
 
 
@@ -350,7 +351,7 @@ def test_each_folder_of_a_nested_tree_is_a_dataset(tmp_path, run_packer):
 
 
 def test_nothing_to_index_is_explained(tmp_path):
-    with pytest.raises(SourceError, match=r"no \.tar files"):
+    with pytest.raises(SourceError, match=r"holds no shards \(\.tar"):
         index_folder(tmp_path)
     (tmp_path / "a.tar.gz").write_bytes(b"")
     with pytest.raises(SourceError, match="compressed shards only"):

@@ -23,7 +23,7 @@ from packer.errors import PackerError, UsageError
 #: Command → what `packer --help` says of it (the module is `packer.cli.<command>`).
 COMMANDS = {
     "shard": "Pack a folder of files (or a packed dataset) into shards.",
-    "index": "Make tar shards that others wrote readable by index.",
+    "index": "Make shards that others wrote readable by index.",
     "info": "Say what a packed dataset holds.",
     "verify": "Check every sample of a packed dataset.",
     "unpack": "Restore the files of a packed dataset.",

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 @as_json
 @quiet
 def command(shards: str, splits: tuple[str, ...], force: bool, workers: int | None, as_json: bool, quiet: bool) -> None:
-    """Make tar shards that others wrote readable by index.
+    """Make shards that others wrote readable by index.
 
-    SHARDS is a folder of .tar files, or a pattern in quotes: '{000000..000146}', '*', lists joined
+    SHARDS is a folder of shards (.tar), or a pattern in quotes: '{000000..000146}', '*', lists joined
     by '::'. Each shard is read once and never changed; index, names and dataset.json are written
     beside it, so all shards of a dataset must lie in one folder. Truncated or damaged shards are
     refused, all of them listed with the offset. Shards from GNU tar, Python, webdataset and
@@ -48,7 +48,7 @@ def command(shards: str, splits: tuple[str, ...], force: bool, workers: int | No
     from packer.patterns import find_shards
 
     globs = _globs(splits)
-    folder, names = find_shards(shards)
+    folder, names, _ = find_shards(shards)
     size = sum(os.path.getsize(os.path.join(folder, name)) for name in names)
     with Bar("indexing", "samples", bytes=size, quiet=quiet) as bar:
         manifest = index_folder(shards, splits=globs, force=force, workers=workers, progress=bar.update)

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from packer.cli.options import Bytes, Fold, SplitFractions, as_json, counted, human_bytes, quiet, workers
 from packer.errors import UsageError
+from packer.formats import FORMATS
 
 if TYPE_CHECKING:
     from packer.pack import PackResult, Prepared
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "format_name",
+    type=click.Choice(list(FORMATS)),
     default="webdataset",
     show_default=True,
-    metavar="NAME",
-    help="webdataset: tar shards that every WebDataset reader accepts.",
+    help="; ".join(f"{name}: {row.help}" for name, row in FORMATS.items()) + ".",
 )
 @click.option(
     "--layout",
@@ -250,12 +251,10 @@ def _source(options: dict[str, Any]) -> Source:
 
 def _pack_options(options: dict[str, Any]) -> Any:
     from packer.encoders import Chain, Resize
-    from packer.formats import get_format
     from packer.pack import PackOptions
     from packer.plan import PlanOptions
     from packer.seekable import SeekableJpeg
 
-    get_format(options["format_name"])
     resize = [Resize(options["resize"], options["jpeg_quality"])] if options["resize"] else []
     seekable = [SeekableJpeg()] if options["seekable_jpeg"] else []
     encoders: tuple[Encoder, ...] = (*resize, *seekable)

@@ -10,7 +10,8 @@ bytes carry a PAX header, the one way that every reader understands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, MutableMapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -18,15 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from packer.errors import ShardError
-from packer.formats.base import Batch, Found, Mask, ReadPiece, Written
+from packer.formats.base import NOTHING, About, Batch, Found, FoundSample, Mask, ReadPiece, Seen, Written
 from packer.formats.shard_file import ShardFile
 from packer.strings import Int64s
 
 if TYPE_CHECKING:
+    from packer.manifest import Manifest, Split
     from packer.sources.base import Scan
 
 BLOCK = 512
 NAME_BYTES = 100
+END_BYTES = 2 * BLOCK
 _PIECE_BYTES = 4 << 20
 _SAMPLES_AT_ONCE = 65536  # bounds the temporary columns of planning
 
@@ -60,8 +63,11 @@ class TarFormat:
     """`webdataset`: see `packer.formats.base.Format`."""
 
     name = "webdataset"
+    title = "tar"
     suffix = ".tar"
-    overhead = 2 * BLOCK  # the end of an archive: two blocks of zeros
+    suffixes = (".tar",)
+    packed_suffixes = (".tgz", ".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2")
+    beside = (".wids.json",)
     max_field_bytes = 8**11 - 1  # eleven octal digits
 
     def sample_bytes(self, scan: Scan) -> Int64s:
@@ -82,17 +88,35 @@ class TarFormat:
                 total[begin:end] += np.where(scan.label[begin:end] >= 0, label_bytes, 0)
         return total
 
-    def writer(self, path: str, *, durable: bool = True) -> TarWriter:
+    def overhead(self, scan: Scan) -> int:
+        """The end of an archive: two blocks of zeros."""
+        del scan
+        return END_BYTES
+
+    def writer(self, path: str, *, about: About = NOTHING, durable: bool = True) -> TarWriter:
         """Start a shard at this path; see `Format.writer`."""
+        del about  # a tar says nothing of itself
         return TarWriter(path, durable=durable)
 
-    def walk(self, path: str) -> Iterator[Found]:
-        """Every field of a shard by its own headers; see `Format.walk`."""
+    def recognises(self, head: bytes) -> bool:
+        """Whether the first header is a tar's."""
+        from packer.formats.tar_reader import is_header
+
+        return is_header(head[:BLOCK])
+
+    def walk(self, path: str, skipped: MutableMapping[str, int] | None = None) -> Iterator[FoundSample]:
+        """Every sample of a shard by its own headers; see `Format.walk`."""
         from packer.formats.tar_reader import group_samples, iter_members
 
-        for key, members in group_samples(iter_members(path), path):
-            for field, member in members.items():
-                yield Found(key, field, member.data_offset, member.size)
+        for key, members in group_samples(iter_members(path), path, skipped):
+            yield FoundSample(key, {f: Found(m.data_offset, m.size, m.name) for f, m in members.items()})
+
+    def sidecars(self, folder: str, split: Split, manifest: Manifest) -> Iterator[tuple[str, list[bytes]]]:
+        """The index that the `wids` package reads; its URLs are relative to the file's own folder."""
+        del folder, manifest
+        shards = [{"url": s.name, "nsamples": s.samples, "filesize": s.bytes} for s in split.shards]
+        value = {"__kind__": "wids-shard-index-v1", "wids_version": 1, "name": split.name, "shardlist": shards}
+        yield split.name + self.beside[0], [(json.dumps(value, indent=2) + "\n").encode("ascii")]
 
 
 FORMAT = TarFormat()
@@ -216,8 +240,12 @@ class TarWriter:
             padded = record.ljust(-(-len(record) // BLOCK) * BLOCK, b"\0")
             self._buffer[block * BLOCK : block * BLOCK + len(padded)] = np.frombuffer(padded, np.uint8)
 
-    def commit(self, keep: Mask | None = None) -> Int64s:
+    def commit(self, seen: Seen, keep: Mask | None = None) -> Int64s:
         """Write the batch out; see `ShardWriter.commit`."""
+        del seen  # payloads and names are all that a tar holds
+        return self._commit(keep)
+
+    def _commit(self, keep: Mask | None = None) -> Int64s:
         batch, starts = self._batch, self._sample_blocks
         if batch is None:
             raise RuntimeError("commit without layout")
@@ -235,14 +263,15 @@ class TarWriter:
         self._batch = None
         return offsets
 
-    def stream(self, batch: Batch, read: ReadPiece) -> Int64s:
+    def stream(self, batch: Batch, seen: Seen, read: ReadPiece) -> Int64s:
         """Write a batch piece by piece; see `ShardWriter.stream`."""
+        del seen
         offsets = []
         names = zip(_keys_of_files(batch), batch.fields, batch.sizes.tolist(), strict=True)
         for i, (key, field, size) in enumerate(names):
             one = Batch([key], np.array([0, 1]), [field], np.array([size]))
             self._put_batch(one, np.zeros(1, np.int64))
-            self.commit()
+            self._commit()
             offsets.append(self._file.size)
             for begin in range(0, size, _PIECE_BYTES):
                 used = min(_PIECE_BYTES, size - begin)
@@ -255,9 +284,9 @@ class TarWriter:
 
     def close(self) -> Written:
         """Write the end of the archive and make the file durable."""
-        end = self._file.take(FORMAT.overhead)
-        end[: FORMAT.overhead] = 0
-        self._file.write(end, FORMAT.overhead)
+        end = self._file.take(END_BYTES)
+        end[:END_BYTES] = 0
+        self._file.write(end, END_BYTES)
         return self._file.close()
 
     def abort(self) -> None:

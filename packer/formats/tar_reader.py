@@ -9,10 +9,8 @@ Sparse and multi-volume archives are refused, since their members are not byte r
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -20,8 +18,9 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, TypeVar
 from zlib import adler32
 
-from packer.errors import ShardError
+from packer.errors import DamagedShardError, ShardError
 from packer.sample import bad_fields, printable
+from packer.storage import open_regular
 
 BLOCK = 512
 Kind = Literal["file", "hardlink", "directory", "symlink", "fifo", "device", "other"]
@@ -62,21 +61,8 @@ _NOT_TAR = {
 }
 
 
-class TarError(ShardError):
-    """A tar archive is truncated, damaged, or of a kind that cannot be read by byte ranges.
-
-    Attributes:
-        shard: the file.
-        offset: the byte at which it goes wrong.
-        what: the reason alone.
-    """
-
-    def __init__(self, shard: str, offset: int, what: str) -> None:
-        super().__init__(shard, offset, what)
-        self.shard, self.offset, self.what = shard, offset, what
-
-    def __str__(self) -> str:
-        return f"{printable(self.shard)}: at offset {self.offset}: {self.what}"
+class TarError(DamagedShardError):
+    """A tar archive is truncated, damaged, or of a kind that cannot be read by byte ranges."""
 
 
 class Member(NamedTuple):
@@ -121,26 +107,13 @@ def iter_members(file: str | os.PathLike[str] | int, *, shard: str | None = None
         return
     path = os.fspath(file)
     try:
-        fd = open_shard(path)
+        fd = open_regular(path)
     except OSError as error:
         raise ShardError(f"{printable(path)}: {error.strerror}") from error
     try:
         yield from _Walk(fd, shard or path).members()
     finally:
         os.close(fd)
-
-
-def open_shard(path: str) -> int:
-    """A file descriptor for pread. Neither a pipe nor a device is a shard, and neither is waited for.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", path)
-    return fd
 
 
 @dataclass
@@ -299,17 +272,8 @@ class _Walk:
         return f"truncated inside a header; the file ends at {self._end}"
 
     def _check_sum(self, block: bytes, field: bytes, at: int) -> None:
-        stored = _OCTAL.fullmatch(field)
-        if stored and stored[1]:
-            claim = int(stored[1], 8)
-            # The checksum is the sum of all bytes, its own eight counted as spaces. The low half of
-            # Adler-32 is one more than the sum modulo 65,521, at a fifteenth of the cost of sum().
-            total = (adler32(block) & 0xFFFF) - (adler32(field) & 0xFFFF) + 8 * 32
-            if (total - claim) % 65521 == 0:
-                return
-            signed = sum(memoryview(block).cast("b")) - sum(memoryview(field).cast("b")) + 8 * 32
-            if signed == claim:  # some old writers summed signed bytes
-                return
+        if _sum_fits(block, field):
+            return
         if at == 0:
             for magic, by in _NOT_TAR.items():
                 if block.startswith(magic):
@@ -348,6 +312,25 @@ class _Walk:
 
     def _error(self, at: int, what: str) -> TarError:
         return TarError(self._shard, at, what)
+
+
+def is_header(block: bytes) -> bool:
+    """Whether these 512 bytes are a tar header, or the blocks that end an archive without members."""
+    return len(block) == BLOCK and (block == _ZEROS or _sum_fits(block, block[148:156]))
+
+
+def _sum_fits(block: bytes, field: bytes) -> bool:
+    stored = _OCTAL.fullmatch(field)
+    if stored is None or not stored[1]:
+        return False
+    claim = int(stored[1], 8)
+    # The checksum is the sum of all bytes, its own eight counted as spaces. The low half of
+    # Adler-32 is one more than the sum modulo 65,521, at a fifteenth of the cost of sum().
+    total = (adler32(block) & 0xFFFF) - (adler32(field) & 0xFFFF) + 8 * 32
+    if (total - claim) % 65521 == 0:
+        return True
+    signed = sum(memoryview(block).cast("b")) - sum(memoryview(field).cast("b")) + 8 * 32
+    return signed == claim  # some old writers summed signed bytes
 
 
 _NOTHING = _Overrides()
