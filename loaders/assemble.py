@@ -61,9 +61,10 @@ def make_recipe(source: Source, options: LoaderOptions) -> Batches:
             channels_last=options.channels_last,
         )
 
-    if options.on_device is not None:
+    if options.device is not None:
         recipe = with_normalize(None)
-        if recipe.direct:
+        windowed = recipe.samples.arrays and options.normalize is None  # a device implies nothing for arrays
+        if windowed or (options.on_device is not None and recipe.direct and not recipe.samples.arrays):
             return recipe
     return with_normalize(options.mean_and_std)
 

@@ -40,7 +40,7 @@ class Draft:
         epoch: the epoch it belongs to.
         reads: readers of the samples' bytes.
         empty: makes the tensors that the batch consists of.
-        images: (n, 3, H, W) where pictures are decoded straight into the batch.
+        images: (n, 3, H, W), or of slices (n, C, H, W), where pictures are decoded straight into the batch.
         values: per sample, all that is not in `images`.
         failed: errors by position, of samples to skip.
     """
@@ -90,12 +90,11 @@ class Batches:
         """Begin a batch of these samples."""
         images = None
         if self._shape is not None:
-            dtype = torch.uint8 if self.samples.normalize is None else torch.float32
-            channels, height, width = self._shape
-            if self.channels_last:
-                images = empty((len(numbers), height, width, channels), dtype).permute(0, 3, 1, 2)
+            if self.channels_last and len(self._shape) == 3:
+                channels, height, width = self._shape
+                images = empty((len(numbers), height, width, channels), self.samples.dtype).permute(0, 3, 1, 2)
             else:
-                images = empty((len(numbers), channels, height, width), dtype)
+                images = empty((len(numbers), *self._shape), self.samples.dtype)
         return Draft(numbers, epoch, self.samples.reads(numbers), empty, images, [None] * len(numbers))
 
     def runs(self, draft: Draft) -> list[tuple[int, int]]:
@@ -185,7 +184,8 @@ class Batches:
             return images._replace(data=self._layout(images.data, empty))
         if not isinstance(images, torch.Tensor):  # whatever a transform from elsewhere makes
             return images
-        dtype = images.dtype if self.samples.normalize is None else self.dtype
+        floats = self.samples.normalize is not None or (self.samples.arrays and images.dtype == torch.float32)
+        dtype = self.dtype if floats else images.dtype
         wanted = torch.channels_last if self.channels_last and images.ndim == 4 else torch.contiguous_format
         if dtype == images.dtype and images.is_contiguous(memory_format=wanted):
             return images

@@ -100,6 +100,8 @@ class _Collator:
         first = values[0]
         if isinstance(first, torch.Tensor | np.ndarray | np.generic):
             return self._tensors([_as_tensor(value, place) for value in values], place)
+        if isinstance(first, bool | int | float | list) and any(value is None for value in values):
+            return values  # JSON's null: not known of this sample
         if isinstance(first, bool | int | float):
             return _numbers(values, place)
         if isinstance(first, Mapping):

@@ -5,7 +5,7 @@
 | `cls cls2 index inx id` | int |
 | `txt text transcript` | str |
 | `json jsn` | what the JSON holds |
-| `npy` | array |
+| `npy`, `npy.zst` | array of numbers |
 | `npz` | dict of arrays |
 | `pkl pickle pyd pth pt ckpt joblib dill` | refused: reading them can run any program |
 | all else | the bytes |
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from packer import npy
 from packer.errors import UsageError
 
 REFUSED = frozenset(("pkl", "pickle", "pyd", "pth", "pt", "ckpt", "joblib", "dill"))
@@ -43,6 +44,7 @@ def decode_field(field: str, data: Buffer) -> Any:
 
     Raises:
         UsageError: a pickle.
+        BadArrayError: no array of numbers, or a damaged one.
         ValueError: the bytes are not what the extension says.
 
     >>> decode_field("cls", b"7"), decode_field("meta.json", b'{"a": [1, 2]}'), decode_field("bin", b"x")
@@ -51,6 +53,8 @@ def decode_field(field: str, data: Buffer) -> Any:
     extension = field.rpartition(".")[2]
     if extension in REFUSED:
         check_readable(field)
+    if npy.is_array_field(field):
+        return npy.decode(data)
     decoder = _DECODERS.get(extension)
     return bytes(data) if decoder is None else decoder(data)
 
@@ -67,10 +71,6 @@ def _json(data: Buffer) -> Any:
     return json.loads(bytes(data))
 
 
-def _npy(data: Buffer) -> Any:
-    return np.load(io.BytesIO(data), allow_pickle=False)
-
-
 def _npz(data: Buffer) -> dict[str, Any]:
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         return dict(archive)
@@ -80,6 +80,5 @@ _DECODERS: dict[str, Callable[[Buffer], Any]] = {
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _integer),
     **dict.fromkeys(("txt", "text", "transcript"), _text),
     **dict.fromkeys(("json", "jsn"), _json),
-    "npy": _npy,
     "npz": _npz,
 }

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from loaders.decode import Buffer, decode_image
+from packer import npy
 from packer.errors import UsageError
 
 Wanted = Literal["pil", "tensor", "image=", "array", "bytes"]
@@ -122,3 +123,27 @@ def _as_tensor(result: Any) -> Any:
     if isinstance(result, np.ndarray) and result.ndim == 3:
         return torch.from_numpy(np.ascontiguousarray(result.transpose(2, 0, 1)))
     return result
+
+
+def adapt_array(transform: Callable[..., Any]) -> Callable[[Buffer], Any]:
+    """Let a foreign callable take the bytes of a CT slice or volume.
+
+    Args:
+        transform: MONAI, albumentations, or any callable of one array.
+
+    Returns:
+        A picklable callable (if `transform` is) from `.npy` or `.npy.zst` bytes to whatever the transform returns. It
+        is given an array (H, W) or (D, H, W) in Hounsfield units as stored; where `wanted_input` says "tensor", a
+        tensor with a channel axis before it.
+    """
+    return functools.partial(_apply_to_array, transform, wanted_input(transform))
+
+
+def _apply_to_array(transform: Callable[..., Any], wants: Wanted, data: Buffer) -> Any:
+    if wants == "bytes":
+        return transform(data)
+    array = npy.decode(data)
+    array = array if array.flags.writeable else array.copy()
+    if wants == "tensor":
+        return transform(torch.from_numpy(array)[None])
+    return transform(image=array)["image"] if wants == "image=" else transform(array)

@@ -126,7 +126,7 @@ class Loader:
         if device is None:
             return run
         normalize, mean_std = None, self.options.mean_and_std
-        if mean_std is not None and self._recipe.samples.normalize is None:
+        if mean_std is not None and self._recipe.samples.normalize is None and not self._recipe.samples.arrays:
             normalize = Normalizer(*mean_std, device, self.options.dtype, self.options.channels_last)
         return DeviceRun(run, device, normalize, self._recipe.samples.picture)
 

@@ -67,7 +67,7 @@ class LoaderMaker:
             split: name of the split.
             batch_size: samples per batch, on each rank.
             transform: `TrainCrop`, `EvalCrop`, … of `loaders.transforms` (decode no more than they need), or any
-                callable that takes a PIL image or a uint8 tensor. None: pictures keep their size.
+                callable that takes a PIL image or a uint8 tensor. None: pictures keep their size. For CT: `Window`, `Slab`.
             normalize: "imagenet" or (mean, std) gives float images; None or False uint8.
             device: None leaves batches on the CPU. "cuda": they arrive there, copied while the step before runs.
                 With a device ("cpu" too) images are normalised, ImageNet's way unless `normalize` says otherwise.
@@ -103,6 +103,8 @@ class LoaderMaker:
         Returns:
             An iterable of `(images, labels)`: uint8 (B, 3, H, W), or normalised `dtype`, and int64 (B,), −1 where a
             sample has no label. Pictures that keep their different sizes come as `Padded`. With `fields`, a dict.
+            CT: int16 Hounsfield units, or with a `Window` float32 in [0, 1]; slices (B, C, H, W), volumes
+            (B, C, D, H, W).
 
         Raises:
             ManifestError: no complete dataset there, or no such split.

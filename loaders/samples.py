@@ -12,20 +12,28 @@ import numpy as np
 import torch
 
 from loaders.arrange import mix
+from loaders.arrays import ArrayTransform, Window, cut, first_array
 from loaders.decode import Affine, decode_image, decode_many_into, image_size
 from loaders.fields import Buffer, check_readable, decode_field
+from loaders.foreign import adapt_array
 from loaders.geometry import Crop, apply_to_boxes, apply_to_mask
+from loaders.neighbours import Neighbours
 from loaders.options import TargetKind
 from loaders.order import Numbers
 from loaders.source import Fetch, Source
 from loaders.transforms import Identity, Transform, adapt, sample_rng
-from packer.errors import BadImageError, PackerError, SampleError, ShardError, UsageError
+from packer import npy
+from packer.errors import BadArrayError, BadImageError, PackerError, SampleError, ShardError, UsageError
 from packer.sample import is_image_field
 
 #: Fields that no file holds: the key, the original path, the sample's number, its class.
 ABOUT = ("__key__", "__path__", "__index__", "__label__")
 
 _MASK_PREFIXES = ("mask", "seg", "segmentation", "object", "label", "annotation", "target")
+
+
+#: Arrays that are pictures by their name: CT slices and volumes. Others are where a `Window` is asked for.
+_ARRAY_PICTURES = ("ct.npy", "ct.npy.zst", "vol.npy", "vol.npy.zst")
 
 
 def is_ours(transform: Callable[..., Any] | None) -> bool:
@@ -37,18 +45,37 @@ def _is_mask_name(field: str) -> bool:
     return "." in field and field.split(".", 1)[0] in _MASK_PREFIXES
 
 
-def picture_fields(source: Source) -> tuple[str, ...]:
-    """The fields that hold the picture itself: `jpg`, `png` …, or failing these `left.jpg`, but never `mask.png`."""
+def picture_fields(source: Source, transform: Callable[..., Any] | None = None) -> tuple[str, ...]:
+    """The fields that hold the picture itself: `jpg`, `png` …, or failing these `left.jpg`, but never `mask.png`.
+
+    Of a dataset without such pictures, or with a transform for arrays, the CT slices or volumes: `ct.npy`, `vol.npy`.
+    """
+    arrays = tuple(field for field in source.fields if _is_array_picture(field, transform))
+    if isinstance(transform, ArrayTransform):
+        return tuple(field for field in arrays if field in _ARRAY_PICTURES) or arrays[:1]
     images = [field for field in source.fields if is_image_field(field) and not _is_mask_name(field)]
-    return tuple(field for field in images if "." not in field) or tuple(images)
+    return tuple(field for field in images if "." not in field) or tuple(images) or arrays
+
+
+def _is_array_picture(field: str, transform: Callable[..., Any] | None) -> bool:
+    if isinstance(transform, ArrayTransform):
+        return npy.is_array_field(field) and not _is_mask_name(field)
+    return field in _ARRAY_PICTURES
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Readers of some samples' fields, made at once for a whole batch."""
+    """Readers of some samples' fields, made at once for a whole batch.
+
+    Attributes:
+        numbers: the samples.
+        fetch: for each name, a reader of each of its alternatives.
+        around: for slabs, (n, slices) the samples whose slices make up each; the picture's readers count through them.
+    """
 
     numbers: list[int]
     fetch: Mapping[str, Sequence[Fetch]]
+    around: Numbers | None = None
 
     def read(self, name: str, j: int) -> Buffer | None:
         """The bytes of the j-th sample: of the first alternative of `a;b` that it has."""
@@ -88,19 +115,26 @@ class Samples:
         self.normalize = normalize
         self.seed = seed
         self.ours = is_ours(transform)
-        self._crop = cast(Transform, Identity() if transform is None else transform) if self.ours else None
-        self._adapted = None if self.ours else adapt(cast(Callable[..., Any], transform))
         self.picture = self._picture(targets or {})
+        self.arrays = self.picture is not None and npy.is_array_field(self.picture.split(";")[0])
+        self._check_transform()
+        default = Window() if self.arrays else Identity()
+        self._crop = cast(Transform, default if transform is None else transform) if self.ours else None
+        adapter = adapt_array if self.arrays else adapt
+        self._adapted = None if self.ours else adapter(cast(Callable[..., Any], transform))
         self.targets = self._target_kinds(targets or {})
         self.others = tuple(name for name in self.fields or () if name != self.picture)
         self.same_size = self._size_of_all()
+        self._slices = self._crop.slices if isinstance(self._crop, ArrayTransform) else 1
+        self._neighbours = Neighbours(source) if self._slices > 1 and len(source) else None
+        self._array_shape, self.dtype = self._stored_arrays()
 
     # ------------------------------------------------------------ what is asked for
 
     def _picture(self, targets: Mapping[str, TargetKind]) -> str | None:
         """The field that the transform applies to: the first image field asked for that is no mask or target."""
         if self.fields is None:
-            found = picture_fields(self.source)
+            found = picture_fields(self.source, self.transform)
             if not found:
                 raise UsageError(
                     f"the dataset has no pictures (its fields: {', '.join(self.source.fields)}); "
@@ -110,11 +144,26 @@ class Samples:
         for name in self.fields:
             for part in () if name in ABOUT else name.split(";"):
                 self._check_field(part)
+        for_arrays = isinstance(self.transform, ArrayTransform)
         for name in self.fields:
             first = name.split(";")[0]
-            if name not in targets and is_image_field(first) and not _is_mask_name(first):
+            if name not in targets and is_image_field(first) and not _is_mask_name(first) and not for_arrays:
+                return name
+            if name not in targets and _is_array_picture(first, self.transform):
                 return name
         return None
+
+    def _check_transform(self) -> None:
+        if self.transform is None or not self.ours or self.picture is None:
+            return
+        for_arrays = isinstance(self.transform, ArrayTransform)
+        if self.arrays and not for_arrays:
+            raise UsageError(
+                f"{type(self.transform).__name__} is for pictures, and {self.picture!r} holds arrays: "
+                "take Window(centre, width, crop=RandomCrop(size)) of loaders.transforms"
+            )
+        if self.arrays and self.normalize is not None:
+            raise UsageError("normalize is for 8-bit pictures; a Window gives values in [0, 1]: leave normalize out")
 
     def _check_field(self, name: str) -> None:
         if name not in self.source.fields:
@@ -130,6 +179,8 @@ class Samples:
         for name in self.fields or ():
             if name != self.picture and name not in ABOUT and is_image_field(name):
                 kinds.setdefault(name, "mask" if _is_mask_name(name) else "image")
+            elif self.arrays and npy.is_array_field(name) and _is_mask_name(name):
+                kinds.setdefault(name, "mask")
         return kinds
 
     def _size_of_all(self) -> tuple[int, int, int] | None:
@@ -142,12 +193,29 @@ class Samples:
             return None
         return 3, height, width
 
+    def _stored_arrays(self) -> tuple[tuple[int, ...] | None, torch.dtype]:
+        """The shape that all arrays come out with, None where it differs; and the type of the picture in a batch.
+
+        The first array speaks for the others where the index says that they are of one size, or takes no more than
+        as many bytes of each; each is compared when it is read.
+        """
+        if not (self.arrays and isinstance(self._crop, ArrayTransform)):
+            return None, torch.uint8 if self.normalize is None else torch.float32
+        first, alike = first_array(self.source, cast(str, self.picture))
+        if first is None:
+            return None, torch.float32
+        try:
+            fixed = alike or (self._crop.crop is not None and len(first.shape) == 2)
+            return self._crop.shape_of(first.shape) if fixed else None, self._crop.dtype_of(first.dtype)
+        except BadArrayError:  # each sample says it of itself
+            return None, torch.float32
+
     @property
-    def output_shape(self) -> tuple[int, int, int] | None:
-        """(3, height, width) where all pictures come out the same size."""
+    def output_shape(self) -> tuple[int, ...] | None:
+        """(3, height, width), or (C, H, W) of slices and (C, D, H, W) of volumes, where all come out the same size."""
         if self._crop is None or self.picture is None:
             return None
-        return self.same_size or self._crop.output_shape
+        return self._array_shape if self.arrays else self.same_size or self._crop.output_shape
 
     @property
     def read_fields(self) -> tuple[str, ...]:
@@ -160,8 +228,13 @@ class Samples:
     def reads(self, numbers: Numbers) -> Reads:
         """Readers of everything that these samples need."""
         names = [name for name in (self.picture, *self.others) if name is not None and name not in ABOUT]
-        fetch = {name: [self.source.fetcher(numbers, part) for part in name.split(";")] for name in names}
-        return Reads(numbers.tolist(), fetch)
+        if self._neighbours is None:
+            fetch = {name: [self.source.fetcher(numbers, part) for part in name.split(";")] for name in names}
+            return Reads(numbers.tolist(), fetch)
+        around = self._neighbours.around(numbers, self._slices, repeat=getattr(self._crop, "edges", "") == "repeat")
+        which = {name: around.ravel() if name == self.picture else numbers for name in names}
+        fetch = {name: [self.source.fetcher(which[name], part) for part in name.split(";")] for name in names}
+        return Reads(numbers.tolist(), fetch, around)
 
     def picture_bytes(self, reads: Reads, j: int) -> Buffer:
         """The encoded picture of the j-th sample."""
@@ -170,6 +243,13 @@ class Samples:
         if data is None:
             raise BadImageError(f"the sample has no field {picture!r}")
         return data
+
+    def _picture_data(self, reads: Reads, j: int) -> Any:
+        """What the transform works on: the encoded picture, or those of a slab, None for air."""
+        if reads.around is None:
+            return self.picture_bytes(reads, j)
+        whose = reads.around[j].tolist()
+        return [None if whose[k] < 0 else self.picture_bytes(reads, j * self._slices + k) for k in range(self._slices)]
 
     def sample(self, reads: Reads, j: int, epoch: int, out: torch.Tensor | None = None) -> Any:
         """The j-th sample: (image, label), or a dict by field.
@@ -205,7 +285,7 @@ class Samples:
     def picture_into(self, reads: Reads, j: int, epoch: int, out: torch.Tensor) -> None:
         """`sample` where only the picture is wanted: nothing but the decoder costs time."""
         try:
-            self._into(self.picture_bytes(reads, j), out, reads.numbers[j], epoch)
+            self._into(self._picture_data(reads, j), out, reads.numbers[j], epoch)
         except Exception as error:
             raise self._error(reads.numbers[j], self.picture or "", error) from error
 
@@ -224,15 +304,17 @@ class Samples:
         """(image, its crop, its bytes); all None where no picture is asked for."""
         if self.picture is None:
             return None, None, None
-        data, number = self.picture_bytes(reads, j), reads.numbers[j]
+        data, number = self._picture_data(reads, j), reads.numbers[j]
         if self._crop is None:
             with _seeded(self.seed, epoch, number):
                 return self._normalized(cast(Any, self._adapted)(data)), None, data
         shape = self.output_shape
+        if shape is None and isinstance(self._crop, ArrayTransform):
+            return *self._crop.take(data, sample_rng(self.seed, epoch, number)), data
         if shape is None:
             return self._normalized(self._crop(data, sample_rng(self.seed, epoch, number))), None, data
         if out is None:
-            out = torch.empty(shape, dtype=torch.uint8 if self.normalize is None else torch.float32)
+            out = torch.empty(shape, dtype=self.dtype)
         return out, self._into(data, out, number, epoch), data
 
     def _into(self, data: Buffer, out: torch.Tensor, number: int, epoch: int) -> Crop:
@@ -278,15 +360,20 @@ class Samples:
         if kind == "stored":
             return torch.from_numpy(decode_image(data, mode=None)).permute(2, 0, 1)
         shape = self.output_shape
+        if kind == "mask" and npy.is_array_field(name.split(";")[0]):
+            mask = decode_field(name.split(";")[0], data)
+            if self.arrays:
+                return np.ascontiguousarray(cut(mask, crop))
+            return mask if crop is None or shape is None else apply_to_mask(mask, crop, (shape[1], shape[2]))
         if kind == "mask":
             mask = decode_image(data, mode=None)
             mask = mask[..., 0] if mask.ndim == 3 and mask.shape[-1] == 1 else mask
-            return mask if crop is None or shape is None else apply_to_mask(mask, crop, shape[1:])
+            return mask if crop is None or shape is None else apply_to_mask(mask, crop, (shape[1], shape[2]))
         boxes = parse_boxes(data)
         if crop is None or shape is None:
             return boxes
         size = image_size(cast(Buffer, picture), orient=bool(getattr(self._crop, "orient", False)))
-        return apply_to_boxes(boxes, crop, image_size=size, size=shape[1:], layout=kind)[0]
+        return apply_to_boxes(boxes, crop, image_size=size, size=(shape[1], shape[2]), layout=kind)[0]
 
 
 def parse_boxes(data: Buffer) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -1,5 +1,7 @@
 """Transforms that work from the encoded bytes, so that what is cropped away is never decoded.
 
+`TrainCrop`, `EvalCrop`, `Resize` and `Identity` are for pictures; `Window` and `Slab` for CT (`loaders.arrays`).
+
 A transform is a frozen dataclass: picklable, comparable, and a pure function of the bytes and the random
 generator it is given. The loader seeds one generator a sample (`sample_rng`), so a sample gets the same
 crop in an epoch whoever decodes it, on every platform.
@@ -13,13 +15,14 @@ from typing import Protocol
 
 import torch
 
+from loaders.arrays import CenterCrop, RandomCrop, Slab, Window
 from loaders.decode import Affine, Buffer, Picture
 from loaders.foreign import adapt
 from loaders.geometry import Crop, apply_to_boxes, apply_to_mask
 from packer.errors import UsageError
 
-__all__ = ["Crop", "EvalCrop", "Identity", "Resize", "SampleRng", "TrainCrop", "Transform", "adapt",
-           "apply_to_boxes", "apply_to_mask", "sample_rng"]
+__all__ = ["CenterCrop", "Crop", "EvalCrop", "Identity", "RandomCrop", "Resize", "SampleRng", "Slab", "TrainCrop",
+           "Transform", "Window", "adapt", "apply_to_boxes", "apply_to_mask", "sample_rng"]
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

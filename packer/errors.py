@@ -78,6 +78,10 @@ class BadImageError(PackerError):
     """
 
 
+class BadArrayError(BadImageError):
+    """The bytes are not one whole array of numbers, or not one of the shape and type that is wanted."""
+
+
 class OutputError(PackerError):
     """The output folder cannot take this job (another job's files, a running job, a full disk)."""
 
