@@ -67,7 +67,7 @@ class LoaderMaker:
             split: name of the split.
             batch_size: samples per batch, on each rank.
             transform: `TrainCrop`, `EvalCrop`, … of `loaders.transforms` (decode no more than they need), or any
-                callable that takes a PIL image or a uint8 tensor. None: pictures keep their size. For CT: `Window`, `Slab`.
+                callable that takes a PIL image or a uint8 tensor; for CT `Window`, `Slab`. None: pictures keep their size.
             normalize: "imagenet" or (mean, std) gives float images; None or False uint8.
             device: None leaves batches on the CPU. "cuda": they arrive there, copied while the step before runs.
                 With a device ("cpu" too) images are normalised, ImageNet's way unless `normalize` says otherwise.
