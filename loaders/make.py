@@ -66,8 +66,9 @@ class LoaderMaker:
                 the shares that `sampling=Sampling(weights=…)` gives, or else each once per epoch.
             split: name of the split.
             batch_size: samples per batch, on each rank.
-            transform: `TrainCrop`, `EvalCrop`, … of `loaders.transforms` (decode no more than they need), or any
-                callable that takes a PIL image or a uint8 tensor; for CT `Window`, `Slab`. None: pictures keep their size.
+            transform: `TrainCrop`, `EvalCrop`, … of `loaders.transforms` (decode no more than they need), for CT
+                `Window` and `Slab`, or any callable that takes a PIL image or a uint8 tensor. None: pictures keep
+                their size.
             normalize: "imagenet" or (mean, std) gives float images; None or False uint8.
             device: None leaves batches on the CPU. "cuda": they arrive there, copied while the step before runs.
                 With a device ("cpu" too) images are normalised, ImageNet's way unless `normalize` says otherwise.
