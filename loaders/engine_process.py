@@ -33,6 +33,8 @@ from packer.errors import UsageError, WorkerDiedError
 PREFETCH_PER_WORKER = 2
 #: How long a worker may take to die of SIGTERM before it gets SIGKILL.
 TERMINATE_S = 2.0
+#: How long a worker that has hung up may take to be gone, on a machine however busy.
+ENDING_S = 10.0
 
 # ---------------------------------------------------------------- the worker
 
@@ -155,7 +157,7 @@ class _Worker:
         return received
 
     def died(self) -> WorkerDiedError:
-        self.process.join(HEARTBEAT_S)
+        self.process.join(ENDING_S)
         code = self.process.exitcode
         how = "does not answer" if code is None else f"ended with status {code}"
         if code is not None and code < 0:

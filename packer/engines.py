@@ -177,7 +177,16 @@ def _stop(pool: ProcessPoolExecutor) -> None:
     for end in (getattr(results, "_writer", None), getattr(calls, "_reader", None)):
         if end is not None:
             with contextlib.suppress(OSError):
-                end.close()
+                _lead_nowhere(end.fileno())
+
+
+def _lead_nowhere(descriptor: int) -> None:
+    """Give up what this descriptor stands for without closing it: a pool's own thread may be about to do that."""
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.dup2(nowhere, descriptor, inheritable=False)
+    finally:
+        os.close(nowhere)
 
 
 def cpu_count() -> int:

@@ -3,17 +3,66 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, settings
 from PIL import Image
 
-# A time limit, per example or for drawing them, would test the machine, and how busy it is.
-settings.register_profile("packer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("packer")
+#: How long a test waits for what takes a moment on an idle machine. Only what hangs takes longer, however busy it is.
+PATIENCE_S = 600.0
+
+# A time limit, per example or for drawing them, would test the machine, and how busy it is. The examples of a test
+# that gets a fixture per function leave nothing behind in it.
+settings.register_profile(
+    "packer", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+# A change is judged by the same examples every time; new ones are looked for where somebody can look at them.
+settings.register_profile("ci", settings.get_profile("packer"), derandomize=True, database=None)
+settings.load_profile("ci" if os.environ.get("CI") else "packer")
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait for what must come true, and fail if it never does."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+class Midway:
+    """Lets the program stand still in the middle of its work (see `standing.py`)."""
+
+    def __init__(self, gate: Path) -> None:
+        self.gate = gate
+        gate.touch()
+
+    def program(self, calls: int, where: str) -> tuple[str, ...]:
+        """What to run in place of `python -m packer`: a process stands still before one more call of `where`."""
+        return sys.executable, str(Path(__file__).with_name("standing.py")), str(self.gate), str(calls), where
+
+    def wait(self, process: subprocess.Popen[Any], workers: int) -> None:
+        """Wait until so many of its processes stand still."""
+        wait_until(lambda: process.poll() is not None or len(list(self.gate.parent.glob("gate.*"))) == workers)
+        assert process.poll() is None, process.communicate()
+
+    def go_on(self) -> None:
+        """Let it run to its end."""
+        self.gate.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def midway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Midway]:
+    """The means to act on the program while it is busy, however fast the machine is."""
+    midway = Midway(tmp_path_factory.mktemp("midway") / "gate")
+    yield midway
+    midway.go_on()
 
 
 def pytest_configure(config: pytest.Config) -> None:

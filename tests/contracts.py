@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
+from conftest import wait_until
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -165,7 +166,7 @@ class FormatContract:
 
     # ------------------------------------------------------------ what holds for every format
 
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     @given(batches=st.lists(samples_of(), max_size=4), data=st.data())
     def test_what_is_kept_comes_back_and_what_is_left_out_leaves_no_trace(
         self, batches: list[list[Sample]], data: st.DataObject
@@ -181,7 +182,7 @@ class FormatContract:
             self.write(tmp / "kept", [kept])
             assert (tmp / "some").read_bytes() == (tmp / "kept").read_bytes()
 
-    @settings(deadline=None, max_examples=40)
+    @settings(max_examples=40)
     @given(samples=samples_of())
     def test_the_size_is_known_before(self, samples: list[Sample]) -> None:
         with folder() as tmp:
@@ -197,7 +198,7 @@ class FormatContract:
                 assert sizes.sum() + overhead >= wrote.shard.bytes
                 assert (sizes + overhead >= each).all()
 
-    @settings(deadline=None, max_examples=30)
+    @settings(max_examples=30)
     @given(samples=samples_of())
     def test_streaming_writes_the_same_bytes(self, samples: list[Sample]) -> None:
         with folder() as tmp:
@@ -258,7 +259,7 @@ class FormatContract:
             self.write("/dev/full", [[sample] for sample in samples])
 
     def test_nothing_stays_open(self, tmp_path: Path) -> None:
-        before = len(os.listdir("/proc/self/fd")), threading.active_count()
+        threads, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
         for end in ("close", "abort", "abort"):
             writer = self.format.writer(str(tmp_path / "shard"))
             buffer, _ = writer.layout(batch_of([Sample(b"a", (("jpg", bytes(1000)),))]))
@@ -266,7 +267,7 @@ class FormatContract:
             getattr(writer, end)()
             writer.abort()
             del buffer
-        assert before == (len(os.listdir("/proc/self/fd")), threading.active_count())
+        wait_until(lambda: set(threading.enumerate()) <= threads and set(os.listdir("/proc/self/fd")) <= files)
 
 
 def unique(samples: Iterable[Sample]) -> list[Sample]:

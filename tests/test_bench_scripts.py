@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import PATIENCE_S
 from loader_helpers import write_tree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +36,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *("--tasks", "tiny-float32,read", "--loaders", ",".join((*LOADERS, *READERS)), "--json", folder / "load.json"),
         *("--runs", "1", "--seconds", "0.01", "--warm-up", "1", "--batch-size", "4"),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return {"printed": done.stdout, "work": folder / "work", **json.loads((folder / "load.json").read_text())}
 

@@ -18,6 +18,7 @@ from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import pytest
+from conftest import PATIENCE_S
 
 from packer.pack import PackOptions, PackResult, pack
 from packer.packed import Packed
@@ -75,7 +76,7 @@ class Row:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
-    subprocess.run(["tar", "-xzf", str(ARCHIVE), "-C", str(folder)], check=True, timeout=60)
+    subprocess.run(["tar", "-xzf", str(ARCHIVE), "-C", str(folder)], check=True, timeout=PATIENCE_S)
     return folder / "tricky"
 
 

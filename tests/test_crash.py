@@ -11,23 +11,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import picture
+from conftest import PATIENCE_S, Midway, picture, wait_until
 
 from packer.manifest import FILE
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE_S = 60.0
+PROGRAM = (sys.executable, "-m", "packer")
 
 
-def command(source: Path, out: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "packer", "shard", str(source), str(out), "--shard-samples", "8", *options]
+def arguments(source: Path, out: Path, *options: str) -> list[str]:
+    return ["shard", str(source), str(out), "--shard-samples", "8", *options]
 
 
-def start(source: Path, out: Path, *options: str, limit_bytes: int | None = None) -> subprocess.Popen[str]:
+def start(
+    source: Path, out: Path, *options: str, limit_bytes: int | None = None, program: tuple[str, ...] = PROGRAM
+) -> subprocess.Popen[str]:
     """The program in a process group of its own, as a shell starts it."""
 
     def limit() -> None:
@@ -35,8 +37,9 @@ def start(source: Path, out: Path, *options: str, limit_bytes: int | None = None
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
     return subprocess.Popen(
-        command(source, out, *options),
+        [*program, *arguments(source, out, *options)],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -73,11 +76,10 @@ def living(group: int) -> list[int]:
     return found
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
+def start_midway(midway: Midway, source: Path, out: Path, workers: int, calls: int = 12) -> subprocess.Popen[str]:
+    """Start the program; with `calls=12`, each worker will stand still in its second shard of eight."""
+    program = midway.program(calls, "packer.encoders:Resize.encode")
+    return start(source, out, *SMALLER, "-j", str(workers), program=program)
 
 
 def shards(out: Path) -> dict[str, tuple[int, int]]:
@@ -101,20 +103,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def slow_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One large picture under 48 names: scaling it down takes a while."""
-    root = tmp_path_factory.mktemp("large")
-    (root / "class").mkdir()
-    picture(1, (2000, 1500)).save(root / "class" / "0.png", compress_level=1)
-    for i in range(1, 48):
-        os.link(root / "class" / "0.png", root / "class" / f"{i}.png")
-    return root
-
-
-SLOW = ("--resize", "64")
-
-
-@pytest.fixture(scope="module")
 def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     status, errors = run(source, out)
@@ -122,10 +110,13 @@ def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return tree(out)
 
 
+SMALLER = ("--resize", "20")
+
+
 @pytest.fixture(scope="module")
-def slowly_undisturbed(slow_source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    out = tmp_path_factory.mktemp("slowly") / "out"
-    status, errors = run(slow_source, out, *SLOW)
+def undisturbed_smaller(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("smaller") / "out"
+    status, errors = run(source, out, *SMALLER)
     assert status == 0, errors
     return tree(out)
 
@@ -166,10 +157,10 @@ def test_killed_at_random_moments_until_it_is_done(
         else:
             process.kill()  # the parent alone: its workers must end by themselves
         status, errors = finish(process)
-        if status == 0:
+        if status == 0:  # it was quicker this time
             break
         assert status == -signal.SIGKILL, errors
-        wait_for(lambda: not living(process.pid))  # noqa: B023
+        wait_until(lambda: not living(process.pid))  # noqa: B023
         assert shards(out).items() >= before.items()
         if not (out / FILE).exists():
             check_half_done(out, undisturbed)
@@ -177,27 +168,26 @@ def test_killed_at_random_moments_until_it_is_done(
 
 
 def test_a_killed_parent_takes_its_workers_along_at_once(
-    slow_source: Path, tmp_path: Path, slowly_undisturbed: dict[str, bytes]
+    source: Path, tmp_path: Path, midway: Midway, undisturbed_smaller: dict[str, bytes]
 ) -> None:
     out = tmp_path / "out"
-    process = start(slow_source, out, *SLOW, "-j", "2")
-    wait_for(lambda: shards(out))
+    process = start_midway(midway, source, out, 2)
+    midway.wait(process, 2)
     assert len(living(process.pid)) >= 3
     process.kill()
-    begin = time.monotonic()
     finish(process)
-    wait_for(lambda: not living(process.pid))
-    assert time.monotonic() - begin < 5
-    check_half_done(out, slowly_undisturbed)
-    check_ends_well(slow_source, out, slowly_undisturbed, *SLOW)
+    wait_until(lambda: not living(process.pid))  # though the workers' own work stands still
+    assert len(shards(out)) == 2
+    check_half_done(out, undisturbed_smaller)
+    check_ends_well(source, out, undisturbed_smaller, *SMALLER)
 
 
 def test_a_killed_worker_is_an_error_that_says_what_to_do(
-    slow_source: Path, tmp_path: Path, slowly_undisturbed: dict[str, bytes]
+    source: Path, tmp_path: Path, midway: Midway, undisturbed_smaller: dict[str, bytes]
 ) -> None:
     out = tmp_path / "out"
-    process = start(slow_source, out, *SLOW, "-j", "2")
-    wait_for(lambda: shards(out))
+    process = start_midway(midway, source, out, 2)
+    midway.wait(process, 2)
     workers = [pid for pid in living(process.pid) if pid != process.pid]
     os.kill(workers[0], signal.SIGKILL)
     status, errors = finish(process)
@@ -205,17 +195,17 @@ def test_a_killed_worker_is_an_error_that_says_what_to_do(
     assert "a worker process died without a word (killed? out of memory?); finished shards are kept" in errors
     assert "Traceback" not in errors
     assert not living(process.pid)
-    check_half_done(out, slowly_undisturbed)
-    check_ends_well(slow_source, out, slowly_undisturbed, *SLOW, "-j", "2")
+    check_half_done(out, undisturbed_smaller)
+    check_ends_well(source, out, undisturbed_smaller, *SMALLER, "-j", "2")
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_ends_calmly(
-    slow_source: Path, tmp_path: Path, slowly_undisturbed: dict[str, bytes], workers: str
+    source: Path, tmp_path: Path, midway: Midway, undisturbed_smaller: dict[str, bytes], workers: int
 ) -> None:
     out = tmp_path / "out"
-    process = start(slow_source, out, *SLOW, "-j", workers)
-    wait_for(lambda: shards(out))
+    process = start_midway(midway, source, out, workers)
+    midway.wait(process, workers)
     kill_group(process, signal.SIGINT)
     status, errors = finish(process)
     assert status == 130
@@ -223,62 +213,65 @@ def test_ctrl_c_ends_calmly(
     assert "Traceback" not in errors
     assert not living(process.pid)
     assert not list(out.glob("*.partial"))
-    check_half_done(out, slowly_undisturbed)
-    check_ends_well(slow_source, out, slowly_undisturbed, *SLOW)
+    assert len(shards(out)) == workers
+    check_half_done(out, undisturbed_smaller)
+    check_ends_well(source, out, undisturbed_smaller, *SMALLER)
 
 
-def test_ctrl_c_again_and_again_ends_too(slow_source: Path, tmp_path: Path) -> None:
+def test_ctrl_c_again_and_again_ends_too(source: Path, tmp_path: Path, midway: Midway) -> None:
     out = tmp_path / "out"
-    process = start(slow_source, out, *SLOW, "-j", "2")
-    wait_for(lambda: shards(out))
+    process = start_midway(midway, source, out, 2)
+    midway.wait(process, 2)
     for _ in range(5):
         kill_group(process, signal.SIGINT)
         time.sleep(0.01)
     status, errors = finish(process)
     assert status in (1, 130)
     assert "Traceback" not in errors
-    wait_for(lambda: not living(process.pid))
+    wait_until(lambda: not living(process.pid))
     assert not (out / FILE).exists()
 
 
-def test_ctrl_c_while_workers_start_shows_no_traceback(slow_source: Path, tmp_path: Path) -> None:
-    for i in range(4):
-        out = tmp_path / f"out-{i}"
-        process = start(slow_source, out, *SLOW, "-j", "3")
-        wait_for(lambda: (out / ".packer" / "job.json").exists())  # noqa: B023
-        time.sleep(0.01 * i)
-        kill_group(process, signal.SIGINT)
-        status, errors = finish(process)
-        assert status == 130
-        assert "Traceback" not in errors
-        assert not living(process.pid)
+@pytest.mark.parametrize("running", [1, 2, 3, 4])
+def test_ctrl_c_while_workers_start_shows_no_traceback(
+    source: Path, tmp_path: Path, midway: Midway, running: int
+) -> None:
+    out = tmp_path / "out"
+    process = start_midway(midway, source, out, 3, calls=0)
+    wait_until(lambda: (out / ".packer" / "job.json").exists() and len(living(process.pid)) >= running)
+    kill_group(process, signal.SIGINT)
+    status, errors = finish(process)
+    assert status == 130
+    assert "Traceback" not in errors
+    assert not living(process.pid)
 
 
 def test_sigterm_ends_it_and_the_same_command_goes_on(
-    slow_source: Path, tmp_path: Path, slowly_undisturbed: dict[str, bytes]
+    source: Path, tmp_path: Path, midway: Midway, undisturbed_smaller: dict[str, bytes]
 ) -> None:
     out = tmp_path / "out"
-    process = start(slow_source, out, *SLOW, "-j", "2")
-    wait_for(lambda: shards(out))
+    process = start_midway(midway, source, out, 2)
+    midway.wait(process, 2)
     process.terminate()
     status, _ = finish(process)
     assert status == -signal.SIGTERM
-    wait_for(lambda: not living(process.pid))
-    check_half_done(out, slowly_undisturbed)
-    check_ends_well(slow_source, out, slowly_undisturbed, *SLOW)
+    wait_until(lambda: not living(process.pid))
+    check_half_done(out, undisturbed_smaller)
+    check_ends_well(source, out, undisturbed_smaller, *SMALLER)
 
 
 def test_two_at_once_are_refused_and_the_first_goes_on(
-    slow_source: Path, tmp_path: Path, slowly_undisturbed: dict[str, bytes]
+    source: Path, tmp_path: Path, midway: Midway, undisturbed_smaller: dict[str, bytes]
 ) -> None:
     out = tmp_path / "out"
-    first = start(slow_source, out, *SLOW)
-    wait_for(lambda: shards(out))
-    status, errors = run(slow_source, out, *SLOW)
+    first = start_midway(midway, source, out, 2)
+    midway.wait(first, 2)
+    status, errors = run(source, out, *SMALLER)
     assert (status, "is being written by another packer process" in errors) == (1, True)
+    midway.go_on()
     status, errors = finish(first)
     assert status == 0, errors
-    assert tree(out) == slowly_undisturbed
+    assert tree(out) == undisturbed_smaller
 
 
 # ---------------------------------------------------------------- no room
@@ -361,7 +354,7 @@ def test_an_unreadable_file_is_named_before_a_byte_is_written(source: Path, tmp_
             pytest.skip("root reads everything, and setpriv is not there to take that away")
         without_privilege = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
     done = subprocess.run(
-        [*without_privilege, *command(copy, tmp_path / "out")],
+        [*without_privilege, *PROGRAM, *arguments(copy, tmp_path / "out")],
         cwd=ROOT,
         capture_output=True,
         text=True,

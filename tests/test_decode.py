@@ -291,7 +291,7 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(share=st.floats(0, 0.95))
 def test_a_truncated_file_is_an_error_wherever_it_is_cut(kind: str, share: float) -> None:
     data = encode(photo().resize((64, 48)), kind)
@@ -302,7 +302,7 @@ def test_a_truncated_file_is_an_error_wherever_it_is_cut(kind: str, share: float
         TrainCrop(16)(part, sample_rng(0, 0, int(share * 1000)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_damage_is_an_error_or_a_picture_never_another_exception(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"]))

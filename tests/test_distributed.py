@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import PATIENCE_S
 from distributed_ranks import BATCH_SIZE, STEPS
 from loader_helpers import pack_tree, write_tree
 
@@ -26,7 +27,7 @@ Found = dict[str, Any]
 def torchrun(ranks: int, *command: object) -> subprocess.CompletedProcess[str]:
     """Run a Python script in so many ranks; its output is shown if it fails."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run([*launcher, *map(str, command)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*launcher, *map(str, command)], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -124,7 +125,11 @@ def test_the_training_script_on_two_ranks_and_then_on_one(packed: Path, tmp_path
     assert on_two[0].endswith(f"right of {VAL} pictures"), "each once"
     assert torch.load(tmp_path / "last.pt", weights_only=True)["seen"] == 60, "five full batches on both"
     on_one = subprocess.run(
-        [sys.executable, *map(str, command), "--epochs=2"], capture_output=True, text=True, timeout=240, check=True
+        [sys.executable, *map(str, command), "--epochs=2"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
     ).stdout.splitlines()
     assert on_one[0].endswith("last.pt: on from epoch 2 after 60 pictures in all")
     assert on_one[1].startswith("epoch 2/2") and on_one[1].endswith(f"right of {VAL} pictures")

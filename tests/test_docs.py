@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+from conftest import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -105,7 +106,7 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 def test_no_traces_of_one_machine() -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     if listed.returncode:
         pytest.skip(f"not a git checkout: {listed.stderr.strip()}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -185,7 +186,9 @@ def test_classes_are_those_of_torchvision_itself(tmp_path: Path) -> None:
         "import json, sys; from torchvision.datasets import ImageFolder; d = ImageFolder(sys.argv[1]);"
         "print(json.dumps([d.class_to_idx, [[p[len(sys.argv[1]) + 1:], n] for p, n in d.samples]]))"
     )
-    out = subprocess.run([python, "-c", script, str(tmp_path)], check=True, capture_output=True, timeout=120).stdout
+    out = subprocess.run(
+        [python, "-c", script, str(tmp_path)], check=True, capture_output=True, timeout=PATIENCE_S
+    ).stdout
     class_to_idx, expected = json.loads(out)
     found = scan(tmp_path)
     assert {name: number for number, name in enumerate(found.classes or ())} == class_to_idx
@@ -206,7 +209,9 @@ def test_the_scan_is_the_same_in_every_locale(tmp_path: Path, locale: str) -> No
         environment = {"LC_ALL": locale, "PYTHONUTF8": utf8, "PYTHONCOERCECLOCALE": "0", "PATH": os.environ["PATH"]}
         root = Path(__file__).resolve().parent.parent
         command = [sys.executable, "-c", script, str(tmp_path)]
-        out = subprocess.run(command, check=True, capture_output=True, env=environment, cwd=root, timeout=60).stdout
+        out = subprocess.run(
+            command, check=True, capture_output=True, env=environment, cwd=root, timeout=PATIENCE_S
+        ).stdout
         assert out.decode("ascii").strip() == expected
 
 

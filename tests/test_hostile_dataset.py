@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import picture
 from crc32c import crc32c
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packer.errors import ManifestError, PackerError, ShardError
@@ -82,7 +82,7 @@ EDGES = st.sampled_from(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250)
 @given(name=st.sampled_from(["train.index.npy", "train.names"]), where=st.floats(0, 1), edge=EDGES, cut=st.booleans())
 def test_readers_end_in_words(intact: Path, name: str, where: float, edge: bytes, cut: bool) -> None:
     before = {file: (intact / file).read_bytes() for file in (name, FILE)}

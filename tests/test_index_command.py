@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import PATIENCE_S
 from crc32c import crc32c
 from PIL import Image
 
@@ -403,7 +404,10 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path):
     (tmp_path / "folder.tar").mkdir()
     write_tar(tmp_path / "ok.tar", labelled(0, 1))
     run = subprocess.run(
-        [sys.executable, "-m", "packer", "index", str(tmp_path), "-j", "1"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "packer", "index", str(tmp_path), "-j", "1"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 1
     for name in ("pipe.tar", "zero.tar", "folder.tar"):

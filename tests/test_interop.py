@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import PATIENCE_S
 from PIL import Image
 
 from packer.pack import PackOptions, pack
@@ -112,7 +113,12 @@ def run(python: str, script: str, *arguments: str | Path, **environment: str | P
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONWARNINGS")}
     extra = {name: str(value) for name, value in environment.items()}
     done = subprocess.run(
-        [python, "-c", script, *arguments], env=clean | extra, capture_output=True, text=True, check=False, timeout=120
+        [python, "-c", script, *arguments],
+        env=clean | extra,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from conftest import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -154,6 +155,6 @@ def test_no_module_imports_in_a_circle(imports: list[Import]) -> None:
 def test_starting_up_stays_light(program: str) -> None:
     program += "\nimport sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert HEAVY & set(done.stdout.split()) == set()

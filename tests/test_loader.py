@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_helpers import SIZES, flat, jpeg, pack_tree, write_tree
 from PIL import Image
@@ -382,7 +382,7 @@ def test_windows_balance_weights_and_buckets(packed: Path) -> None:
 # ---------------------------------------------------------------- where it stands
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     taken=st.integers(0, 6), workers=st.integers(0, 3), prefetch=st.integers(1, 5), new_size=st.integers(1, 12),
     new_world=st.integers(1, 3),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import PATIENCE_S
 from loader_helpers import flat, pack_tree, write_tree
 
 from loaders import folder_loader, memory
@@ -152,12 +153,12 @@ def test_copies_go_with_the_interpreter_and_those_of_the_killed_with_the_next(pa
     killed = subprocess.Popen([*command, "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert killed.stdout is not None and killed.stdout.readline() == "running\n"
     killed.send_signal(signal.SIGKILL)
-    killed.communicate(timeout=30)
+    killed.communicate(timeout=PATIENCE_S)
     assert len(list(staged.iterdir())) == 2, "a copy and its lock are left behind"
     other = pack_tree(write_tree(tmp_path / "src", samples=5), tmp_path / "other")
     with make_loader(other, preload=f"shm:{staged}"):
         assert len(list(staged.iterdir())) == 2, "another dataset's copy has replaced the stale one"
-    done = subprocess.run([*command, "end"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "end"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "running\n", "")
     assert list(staged.iterdir()) == []
 
@@ -188,4 +189,4 @@ def test_memory_does_not_grow_over_epochs(packed: Path) -> None:
             for _ in loader:
                 pass
         gc.collect()
-        assert resident() - before < 12 << 20, "300 batches of 1.6 MB"
+        assert resident() - before < 64 << 20, "300 batches of 1.6 MB"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import webdataset as wds
+from conftest import PATIENCE_S
 from loader_helpers import pack_tree, write_tree
 from torch.utils.data import DataLoader
 
@@ -138,7 +139,9 @@ def test_standard_input(packed: Path) -> None:
 
     program = "from loaders.webds_loader import pipeline; print(sum(1 for _ in pipeline('-')))"
     with open(packed / "train-000000.tar", "rb") as shard:
-        done = subprocess.run([sys.executable, "-c", program], stdin=shard, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdin=shard, capture_output=True, text=True, timeout=PATIENCE_S
+        )
     assert done.stdout == f"{PER_SHARD}\n", done.stderr
 
 

@@ -9,12 +9,12 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import PATIENCE_S, wait_until
 from crc32c import crc32c
 from PIL import Image
 
@@ -796,7 +796,7 @@ def test_workers_stopped_halfway_through_a_message_leave_no_thread_waiting() -> 
         next(iter(results))
         results.close()  # type: ignore[attr-defined]
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
@@ -810,18 +810,19 @@ def _slowly(task: int, report: Callable[[int, int], None]) -> int:
 
 
 def test_nothing_stays_open_or_alive(source: FolderSource, tmp_path: Path) -> None:
+    def ended() -> bool:  # a pool's own threads end a moment after it was told to
+        gc.collect()
+        return set(threading.enumerate()) <= threads
+
+    threads = set(threading.enumerate())
     pack(source, tmp_path / "warm-up", options(workers=2))
-    before = set(os.listdir("/proc/self/fd")), threading.active_count()
+    wait_until(ended)
+    files = set(os.listdir("/proc/self/fd"))
     for i, workers in enumerate((1, 2, 2)):
         pack(source, tmp_path / f"out-{i}", options(workers=workers))
         with contextlib.suppress(InterruptedPackError):
             pack(source, tmp_path / f"half-{i}", options(workers=workers), progress=StopAfter(1))
-    for _ in range(100):  # a pool's own threads end a moment after it was told to
-        if (now := (set(os.listdir("/proc/self/fd")), threading.active_count())) == before:
-            break
-        gc.collect()
-        time.sleep(0.1)
-    assert now == before
+    wait_until(lambda: ended() and set(os.listdir("/proc/self/fd")) <= files)
 
 
 def test_the_checksums_in_the_manifest_are_those_of_the_files(source: FolderSource, tmp_path: Path) -> None:

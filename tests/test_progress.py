@@ -15,20 +15,28 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from conftest import picture
+from conftest import PATIENCE_S, picture
 
 from packer.cli import progress
 from packer.cli.progress import Bar, PackBars
 
 ROOT = Path(__file__).resolve().parent.parent
+# tqdm draws ten times a second at most; by this clock a second passes at every look, so it draws every step.
+PROGRAM = """
+import itertools, tqdm.std
+looks = itertools.count()
+tqdm.std.time = lambda: float(next(looks))
+from packer.cli import main
+main()
+"""
 
 
 @pytest.fixture
-def slow_source(tmp_path: Path) -> Path:
-    """One large picture under 40 names: scaling it down takes a moment each."""
+def source(tmp_path: Path) -> Path:
+    """One picture under 40 names."""
     root = tmp_path / "src"
     (root / "class").mkdir(parents=True)
-    picture(1, (1600, 1200)).save(root / "class" / "0.png", compress_level=1)
+    picture(1, (160, 120)).save(root / "class" / "0.png")
     for i in range(1, 40):
         os.link(root / "class" / "0.png", root / "class" / f"{i}.png")
     return root
@@ -40,7 +48,7 @@ def in_terminal(*arguments: str) -> tuple[str, str]:
     try:
         ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 110, 0, 0))
         process = subprocess.Popen(
-            [sys.executable, "-m", "packer", *arguments], cwd=ROOT, stdin=side, stdout=subprocess.PIPE, stderr=side
+            [sys.executable, "-c", PROGRAM, *arguments], cwd=ROOT, stdin=side, stdout=subprocess.PIPE, stderr=side
         )
     finally:
         os.close(side)
@@ -48,18 +56,18 @@ def in_terminal(*arguments: str) -> tuple[str, str]:
     with contextlib.suppress(OSError), os.fdopen(main, "rb", buffering=0) as terminal:  # ends with EIO
         while data := terminal.read(65536):
             seen += data
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, seen.decode()
     return seen.decode(), output.decode()
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_terminal_sees_files_samples_bytes_speed_and_what_is_left(
-    slow_source: Path, tmp_path: Path, workers: str
+    source: Path, tmp_path: Path, workers: str
 ) -> None:
     arguments = [
         "shard",
-        str(slow_source),
+        str(source),
         str(tmp_path / "out"),
         "--resize",
         "64",
@@ -74,22 +82,22 @@ def test_a_terminal_sees_files_samples_bytes_speed_and_what_is_left(
     size = r"[\d.]+[kMG]?"
     state = rf"packing: +\d+%\|.*?\| {size}/{size} \[\d\d:\d\d<\d\d:\d\d, +{size}B/s, (\d+)/40 samples\]"
     samples = [int(number) for number in re.findall(state, seen)]
-    assert samples, seen
+    # At most one shard more than there are workers is under way at a time: so many steps there are at least.
+    assert len(set(samples)) >= 10 // (int(workers) + 1), seen
     assert samples == sorted(samples)
-    assert len(set(samples)) > 2
     # The bar is wiped when it is done: what stays on screen is the summary alone.
     last = seen.replace("\r\n", "\n").rstrip("\n").split("\r")[-1]
     assert "packed 40 samples in 1 class into 10 shards" in last
     assert "%|" not in last
 
 
-def test_a_terminal_sees_nothing_with_quiet(slow_source: Path, tmp_path: Path) -> None:
-    seen, output = in_terminal("shard", str(slow_source), str(tmp_path / "out"), "--quiet")
+def test_a_terminal_sees_nothing_with_quiet(source: Path, tmp_path: Path) -> None:
+    seen, output = in_terminal("shard", str(source), str(tmp_path / "out"), "--quiet")
     assert (seen, output) == ("", "")
 
 
-def test_json_stays_pure_while_a_bar_is_shown(slow_source: Path, tmp_path: Path) -> None:
-    seen, output = in_terminal("shard", str(slow_source), str(tmp_path / "out"), "--json")
+def test_json_stays_pure_while_a_bar_is_shown(source: Path, tmp_path: Path) -> None:
+    seen, output = in_terminal("shard", str(source), str(tmp_path / "out"), "--json")
     assert output.startswith("{")
     assert output.endswith("}\n")
     assert "packing:" in seen

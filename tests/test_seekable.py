@@ -118,7 +118,7 @@ def test_pieces_of_jpegs_that_pillow_wrote(options: dict[str, int], subsampling:
         check_random_pieces(data, rng, 12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_crops_are_the_same_with_and_without_markers(data: st.DataObject) -> None:
     height, width = data.draw(st.integers(20, 150)), data.draw(st.integers(20, 150))
@@ -202,7 +202,7 @@ def test_where_it_does_not_apply_the_crop_is_right_all_the_same(kind: str) -> No
     assert np.array_equal(crop_pixels(data), decode_image(data)[70:110, 90:140].transpose(2, 0, 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 255)), min_size=1, max_size=8))
 def test_damage_never_breaks_more_than_the_picture(damage: list[tuple[int, int]]) -> None:
     data = bytearray(by_pillow(noisy(60, 64), restart_marker_blocks=2))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
-from conftest import picture
+from conftest import PATIENCE_S, picture
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -270,4 +270,4 @@ def test_orientation_is_read_and_not_applied() -> None:
 
 def test_no_torch() -> None:
     run = "import sys, packer.stats, packer.view, packer.verify, packer.unpack; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", run], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", run], timeout=PATIENCE_S, check=False).returncode == 0

@@ -36,7 +36,7 @@ def test_every_format_in_the_table_has_what_a_format_must_have() -> None:
         assert format_.suffix in format_.suffixes
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(samples=samples_of())
 def test_tarfile_reads_the_same_names_and_contents(samples: list[Sample]) -> None:
     with folder() as tmp:
@@ -46,7 +46,7 @@ def test_tarfile_reads_the_same_names_and_contents(samples: list[Sample]) -> Non
         assert got == list(members(samples))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(samples=samples_of())
 def test_gnu_tar_lists_the_same_names_and_sizes_and_has_no_complaint(samples: list[Sample]) -> None:
     with folder() as tmp:

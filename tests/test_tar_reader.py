@@ -11,14 +11,14 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from packer.errors import ShardError
 from packer.formats.tar_reader import Member, TarError, group_samples, iter_members, split_name
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=60)
 
 # Any bytes but NUL and a last slash (which makes a folder), with lengths around the fields' 100 and 155.
 names = st.one_of(

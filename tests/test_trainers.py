@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import PATIENCE_S
 from loader_helpers import flat, pack_tree, write_tree
 from trainer_ranks import Numbers, fit_with_accelerate, fit_with_lightning, handed_out, loader
 
@@ -52,7 +53,7 @@ def need(package: str) -> Any:
 
 
 def run(*command: object) -> None:
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import filecmp
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import Result
-from conftest import picture
+from conftest import PATIENCE_S, Midway, picture
 from crc32c import crc32c
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -136,7 +135,7 @@ def test_shards_of_strangers_by_their_members_names(tmp_path: Path) -> None:
     os.link(tmp_path / "in" / "B.JPEG", tmp_path / "in" / "linked.jpg")
     shards = tmp_path / "shards"
     shards.mkdir()
-    subprocess.run(["tar", "-cf", shards / "a.tar", "--sort=name", "in"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(["tar", "-cf", shards / "a.tar", "--sort=name", "in"], cwd=tmp_path, check=True, timeout=PATIENCE_S)
     index_folder(shards)
     unpack(shards, tmp_path / "dst")
     assert tree(tmp_path / "dst") == {b"in/" + name: data for name, data in tree(tmp_path / "in").items()}
@@ -163,10 +162,11 @@ def test_more_folders_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.Mon
         picture(i, (2, 2)).save(path)
     pack(FolderSource(str(source)), tmp_path / "out")
     monkeypatch.setattr(safe_tree, "_OPEN_FOLDERS", 3)
-    before = len(os.listdir("/proc/self/fd"))
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
     unpack(tmp_path / "out", tmp_path / "dst", workers=1)
     assert tree(tmp_path / "dst") == tree(source)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 # ---------------------------------------------------------------- parts
@@ -292,7 +292,7 @@ def test_many_offenders_are_counted_and_some_are_named(tmp_path: Path) -> None:
     assert "… and 30 more" in str(caught.value)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @example(b"a\n/..\n")
 @example(b"..\n")
 @given(st.lists(st.sampled_from([b".", b"..", b"/", b"a", b"\0", b"\n", b"b/", b"/.."]), max_size=7).map(b"".join))
@@ -351,7 +351,11 @@ def test_a_working_directory_stays_the_same_folder(odd: Path, tmp_path: Path) ->
         "print(len(os.listdir('.')))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", run, odd / "out", tmp_path], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", run, odd / "out", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
     )
     assert done.stdout == "2\n"
     assert tree(tmp_path) == tree(odd / "src")
@@ -451,32 +455,36 @@ def test_no_space(odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert os.listdir(tmp_path) == []
 
 
-def test_killed_or_interrupted_nothing_looks_complete(odd: Path, tmp_path: Path) -> None:
-    source = tmp_path / "src" / "c"
-    source.mkdir(parents=True)
-    for i in range(800):
-        picture(i, (20, 20)).save(source / f"{i}.png")
-    pack(FolderSource(str(tmp_path / "src")), tmp_path / "out", PackOptions(plan=PlanOptions(shard_samples=50)))
-    for number, how in enumerate((signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
-        dst = tmp_path / f"dst{number}"
-        work = tmp_path / f"dst{number}.partial"
-        run = subprocess.Popen(
-            [sys.executable, "-m", "packer", "unpack", tmp_path / "out", dst],
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + 30
-        while not (work / "c").exists() and run.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        run.send_signal(how)
-        _, error = run.communicate(timeout=30)
-        if run.returncode == 0:  # it was done before the signal came
-            assert filecmp.dircmp(source, dst / "c").diff_files == []
-            continue
-        assert not dst.exists()
-        assert work.exists() == (how == signal.SIGKILL)
-        assert b"Traceback" not in error
-        assert run.returncode == (-how if how == signal.SIGKILL else 128 + how)
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of 200 files in four shards."""
+    root = tmp_path_factory.mktemp("many")
+    (root / "src" / "c").mkdir(parents=True)
+    for i in range(200):
+        picture(i, (20, 20)).save(root / "src" / "c" / f"{i}.png")
+    pack(FolderSource(str(root / "src")), root / "out", PackOptions(plan=PlanOptions(shard_samples=50)))
+    return root / "out"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_killed_or_interrupted_nothing_looks_complete(
+    many: Path, tmp_path: Path, midway: Midway, how: signal.Signals, workers: int
+) -> None:
+    dst, work = tmp_path / "dst", tmp_path / "dst.partial"
+    run = subprocess.Popen(
+        [*midway.program(60, "packer.safe_tree:Tree.create"), "unpack", many, dst, "-j", str(workers)],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    midway.wait(run, workers)
+    assert len(os.listdir(work / "c")) == 60 * workers
+    run.send_signal(how)
+    _, error = run.communicate(timeout=PATIENCE_S)
+    assert not dst.exists()
+    assert work.exists() == (how == signal.SIGKILL)
+    assert b"Traceback" not in error
+    assert run.returncode == (-how if how == signal.SIGKILL else 128 + how)
 
 
 def test_nothing_to_restore(tmp_path: Path) -> None:
@@ -499,7 +507,7 @@ def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
     with big.open("wb") as f:
         f.truncate(200 << 20)
     (tmp_path / "shards").mkdir()
-    subprocess.run(["tar", "-cf", tmp_path / "shards" / "a.tar", "in"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(["tar", "-cf", tmp_path / "shards" / "a.tar", "in"], cwd=tmp_path, check=True, timeout=PATIENCE_S)
     index_folder(tmp_path / "shards", workers=1)
     run = (
         "import re, sys; from packer.unpack import unpack; unpack(sys.argv[1], sys.argv[2], workers=1)\n"
@@ -507,7 +515,10 @@ def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
         "print(re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", run, tmp_path / "shards", tmp_path / "dst"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", run, tmp_path / "shards", tmp_path / "dst"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
-    assert int(done.stdout) < 150 << 10  # kilobytes
+    assert int(done.stdout) < 190 << 10  # kilobytes
     assert (tmp_path / "dst" / "in" / "big.bin").stat().st_size == 200 << 20

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from click.testing import Result
-from conftest import picture
-from hypothesis import HealthCheck, given, settings
+from conftest import PATIENCE_S, picture
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packer.errors import ManifestError
@@ -174,7 +174,7 @@ def test_every_flip_in_a_header_is_found_at_its_offset(out: Path) -> None:
             flip(out / shard, offset, offset % 8)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400)
 @given(data=st.data())
 def test_any_flip_in_any_file_is_found(
     intact: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -292,7 +292,10 @@ def test_a_pipe_or_folder_in_place_of_a_file_does_not_block(out: Path) -> None:
     (out / shards(out)[1]).unlink()
     (out / "train-000001.tar").mkdir()
     run = subprocess.run(
-        [sys.executable, "-m", "packer", "verify", str(out), "-j", "1"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "packer", "verify", str(out), "-j", "1"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 1
     assert run.stdout.count("not a regular file") == 3
@@ -444,7 +447,7 @@ def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(data=st.data())
 def test_hostile_manifests_end_in_words(intact: Path, data: st.DataObject) -> None:
     whole = (intact / FILE).read_bytes()
@@ -508,7 +511,10 @@ def test_claims_take_no_memory(out: Path) -> None:
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
         "from packer.cli import main; import sys; sys.argv[1:] = ['verify', %r, '-j', '1']; main()"
     )
-    run = subprocess.run([sys.executable, "-c", limited % str(out)], capture_output=True, text=True, timeout=60)
+    one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # each would take address space, on many cores all of it
+    run = subprocess.run(
+        [sys.executable, "-c", limited % str(out)], env=one_thread, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert "Traceback" not in run.stderr
     assert run.returncode == 1
     assert "train.index.npy" in run.stdout
