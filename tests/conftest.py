@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -66,6 +67,12 @@ def midway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Midway]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Started in the background of a shell or by nohup, all that tests start would be deaf to these.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks find each other whatever this machine is called
     config.addinivalue_line(
         "markers", "torchvision: wants torchvision in this very process (`scripts/test --interop` sees to it)"
     )

@@ -26,7 +26,8 @@ Found = dict[str, Any]
 
 def torchrun(ranks: int, *command: object) -> subprocess.CompletedProcess[str]:
     """Run a Python script in so many ranks; its output is shown if it fails."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    launcher += ["--nproc-per-node", str(ranks)]
     done = subprocess.run([*launcher, *map(str, command)], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done

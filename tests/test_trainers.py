@@ -134,7 +134,7 @@ def test_accelerate_leaves_the_loader_as_it_is(packed: Path, plain: Numbers) -> 
 
 def test_accelerate_on_two_ranks(packed: Path, tmp_path: Path) -> None:
     need("accelerate")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node", 2)
     run(*launcher, PROGRAM, "accelerate", packed, tmp_path)
     ranks = ranks_of(tmp_path)
     check_training(ranks)
