@@ -427,7 +427,9 @@ class _Layout:
         member_sizes[self.file_members] = sizes
         member_sizes[self.label_members] = _digits(labels[self.labelled])
         names = (*scan.fields, _LABEL_FIELD)
-        self.batch = Batch(scan.keys.slice(begin, end), first, [names[i] for i in self.numbers.tolist()], member_sizes)
+        made = labels if scan.made_cls else np.full(len(labels), -1)
+        fields = [names[i] for i in self.numbers.tolist()]
+        self.batch = Batch(scan.keys.slice(begin, end), first, fields, member_sizes, made)
 
 
 def _digits(labels: Int64s) -> Int64s:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from conftest import wait_until
 from crc32c import crc32c
@@ -77,12 +78,15 @@ def batch_of(samples: Sequence[Sample]) -> Batch:
     first = np.cumsum([0, *(len(sample.files) for sample in samples)])
     files = [file for sample in samples for file in sample.files]
     sizes = np.array([len(data) for _, data in files], np.int64)
-    return Batch([sample.key for sample in samples], first, [field for field, _ in files], sizes)
+    return Batch([sample.key for sample in samples], first, [field for field, _ in files], sizes, labels_of(samples))
+
+
+def labels_of(samples: Sequence[Sample]) -> npt.NDArray[np.int64]:
+    return np.array([sample.label for sample in samples], np.int64)
 
 
 def seen_of(samples: Sequence[Sample]) -> Seen:
-    labels = np.array([sample.label for sample in samples], np.int64)
-    return Seen(labels, np.full((len(samples), 2), -1, np.int32))
+    return Seen(labels_of(samples), np.full((len(samples), 2), -1, np.int32))
 
 
 def scan_of(samples: Sequence[Sample]) -> Scan:

@@ -46,12 +46,14 @@ class Batch:
         first: int64 (m + 1,): files of sample i are first[i]:first[i + 1].
         fields: per file, its field name.
         sizes: int64 per file, bytes.
+        made_labels: int64 (m,): the labels that packing makes the field `cls` of, −1 where it makes none.
     """
 
     keys: Sequence[bytes]
     first: Int64s
     fields: Sequence[str]
     sizes: Int64s
+    made_labels: Int64s
 
 
 @dataclass(frozen=True, eq=False)

@@ -269,7 +269,7 @@ class TarWriter:
         offsets = []
         names = zip(_keys_of_files(batch), batch.fields, batch.sizes.tolist(), strict=True)
         for i, (key, field, size) in enumerate(names):
-            one = Batch([key], np.array([0, 1]), [field], np.array([size]))
+            one = Batch([key], np.array([0, 1]), [field], np.array([size]), np.array([-1]))
             self._put_batch(one, np.zeros(1, np.int64))
             self._commit()
             offsets.append(self._file.size)
