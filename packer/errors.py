@@ -17,6 +17,10 @@ class UsageError(PackerError):
     """An option or argument that cannot be meant (exit status 2)."""
 
 
+class GroupUnknownError(UsageError):
+    """A split by patient was asked for, and nothing says whose a sample is."""
+
+
 class MissingExtraError(PackerError):
     """An optional dependency is not installed; the message names the `pip install` to run."""
 

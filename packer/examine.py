@@ -12,7 +12,7 @@ from packer.errors import BadImageError, SourceChangedError
 from packer.imaging import decode_check, probe
 from packer.pack import Prepared
 from packer.sample import is_image_field, printable
-from packer.sources.base import Scan, Source
+from packer.sources.base import Maker, Scan, Source
 
 _SAMPLES_AT_ONCE = 1024
 
@@ -35,7 +35,8 @@ def examine(prepared: Prepared, progress: Callable[[int, int], None]) -> list[tu
         `(path, reason)` of every picture that packing would refuse, sorted.
     """
     engine = local_engine(prepared.options.workers, -(-len(prepared.scan) // _SAMPLES_AT_ONCE))
-    return sorted(problem for found in engine.run(_look, _parts(prepared), progress) for problem in found)
+    # Several payloads made from one file say the same of it.
+    return sorted({problem for found in engine.run(_look, _parts(prepared), progress) for problem in found})
 
 
 def _parts(prepared: Prepared) -> Iterator[_Part]:
@@ -51,9 +52,13 @@ def _look(part: _Part, report: Report) -> list[tuple[str, str]]:
     problems: list[tuple[str, str]] = []
     reader = part.source.reader()
     try:
-        for file in np.flatnonzero([is_image_field(scan.fields[number]) for number in scan.field.tolist()]).tolist():
-            data = memoryview(bytearray(int(scan.sizes[file])))
+        looked_at = [isinstance(reader, Maker) or is_image_field(scan.fields[number]) for number in scan.field.tolist()]
+        for file in np.flatnonzero(looked_at).tolist():
             try:
+                if isinstance(reader, Maker):
+                    reader.make(scan.places[file])
+                    continue
+                data = memoryview(bytearray(int(scan.sizes[file])))
                 reader.read([scan.places[file]], [data])
                 look(data)
             except (BadImageError, SourceChangedError) as error:

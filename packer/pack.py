@@ -29,7 +29,7 @@ from packer.job import complete, own
 from packer.manifest import Manifest, Shard, Split
 from packer.plan import Plan, PlannedShard, PlanOptions, empty_classes, plan
 from packer.sample import printable
-from packer.shard import Encoder, Finished, ShardTask, label_warnings, write_shard
+from packer.shard import UNIT_COLUMNS, Encoder, Finished, ShardTask, label_warnings, write_shard
 from packer.sources.base import Scan, ScanProgress, Source
 from packer.storage import PARTIAL, write_json
 from packer.strings import Int64s, Taken, equal_strings
@@ -172,6 +172,7 @@ class Prepared:
             "splits": scan.splits,
             "classes": scan.classes,
             "made_cls": scan.made_cls,
+            **({} if scan.made is None else {"made": dict(scan.made)}),
         }
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode("ascii"))
         for column in (
@@ -384,7 +385,9 @@ def _task(prepared: Prepared, out: str, state: str, name: str, shard: PlannedSha
         name=name,
         format=options.format,
         source=prepared.source,
-        scan=replace(prepared.scan, skipped=(), problems=()).take(prepared.plan.order[shard.start : shard.stop]),
+        scan=replace(prepared.scan, skipped=(), problems=(), warnings=()).take(
+            prepared.plan.order[shard.start : shard.stop]
+        ),
         skip=options.on_error == "skip",
         check=options.check,
         encoder=options.encoder,
@@ -400,6 +403,7 @@ def _finish(
 ) -> Manifest:
     scan = prepared.scan
     fields = (*scan.fields, "cls") if scan.made_cls else scan.fields
+    extra = UNIT_COLUMNS if scan.number is not None else ()
     splits = []
     for name in scan.splits:
         pairs = zip(prepared.plan.shards, finished.values(), strict=True)
@@ -409,9 +413,13 @@ def _finish(
                 [prepared.plan.order[s.start : s.stop][done.kept(s.stop - s.start)] for s, done in shards]
             )
             split = Split(name, tuple(Shard(done.name, done.samples, done.bytes, done.crc32c) for _, done in shards))
-            splits.append((split, _rows([done for _, done in shards], state, fields), _names(scan, order, len(fields))))
+            rows = _rows([done for _, done in shards], state, fields, extra)
+            splits.append((split, rows, _names(scan, order, len(fields))))
     entries = [("rule", *entry) for entry in prepared.skipped] + [("broken", *entry) for entry in broken]
-    listed = [{"path": path, "reason": reason, "kind": kind} for kind, path, reason in entries]
+    # Paths to what payloads are made from may name a patient: they are told, and not kept.
+    listed = [
+        {"path": path if scan.made is None else None, "reason": reason, "kind": kind} for kind, path, reason in entries
+    ]
     write_json(os.path.join(out, REPORT), {"skipped": listed, "empty_classes": [*map(printable, empty_classes(scan))]})
     return finish(
         out,
@@ -424,16 +432,17 @@ def _finish(
             "rule": scan.rule,
             "skipped": dict(Counter(reason for _, reason in prepared.skipped)),
             "broken": len(broken),
+            **({} if scan.made is None else {"made": dict(scan.made)}),
         },
         options=_options(prepared.options),
         fingerprint=prepared.fingerprint,
     )
 
 
-def _rows(shards: Sequence[Finished], state: str, fields: Sequence[str]) -> Iterator[Rows]:
+def _rows(shards: Sequence[Finished], state: str, fields: Sequence[str], extra: Sequence[str]) -> Iterator[Rows]:
     """The index, shard by shard: all of it in memory would be too much for some datasets."""
     for number, shard in enumerate(shards):
-        rows = shard.rows(state, fields)
+        rows = shard.rows(state, fields, extra)
         rows["shard"] = number
         yield rows
 
@@ -443,7 +452,7 @@ def _names(scan: Scan, order: Int64s, fields: int) -> NamesToWrite:
     columns = []
     for number in range(fields):
         files = np.flatnonzero(scan.field == number)
-        if len(files) == 0:
+        if len(files) == 0 or scan.made is not None:
             columns.append(Taken(scan.paths, np.broadcast_to(np.int64(-1), len(order))))
         elif len(files) == len(scan.paths) == len(scan):  # file i is sample i
             columns.append(Taken(scan.paths, order))

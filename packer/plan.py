@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from packer.errors import UsageError
+from packer.errors import GroupUnknownError, UsageError
 from packer.sample import IMAGE_EXTENSIONS, printable
 from packer.sources.base import Scan, StringsBuilder
 from packer.strings import Int64s, Strings
@@ -126,7 +126,8 @@ def plan(scan: Scan, sample_bytes: Int64s, overhead: int, options: PlanOptions) 
         orders.append(members)
         start += len(members)
     warnings = (
-        _empty_classes(scan)
+        list(scan.warnings)
+        + _empty_classes(scan)
         + _missing_classes(scan)
         + _oversized(shards, options, what="sample(s)" if scan.unit is None else "series")
     )
@@ -337,18 +338,52 @@ def _limited(counts: Int64s, rank: npt.NDArray[np.uint64], limit: int) -> npt.ND
 
 def _resplit(scan: Scan, options: PlanOptions) -> Scan:
     if options.split is None:
+        _refuse_parted_groups(scan)
         return scan
+    if scan.group is not None and options.group_regex is None:
+        _require_groups(scan)
     edges = np.cumsum([fraction for _, fraction in options.split])[:-1]
     heads, member = _units(scan)
     split = _sides(scan if scan.unit is None else scan.take(heads), edges, options)[member]
-    return replace(scan, split=split.astype(np.int16), splits=tuple(name for name, _ in options.split))
+    scan = replace(scan, split=split.astype(np.int16), splits=tuple(name for name, _ in options.split))
+    _refuse_parted_groups(scan)
+    return scan
+
+
+def _require_groups(scan: Scan) -> None:
+    unknown = np.flatnonzero((scan.group or Strings.of([])).lengths == 0)
+    if len(unknown):
+        files = scan.first[unknown]
+        shown = ", ".join(repr(printable(scan.paths[file])) for file in files[:3].tolist())
+        raise GroupUnknownError(
+            f"--split keeps each patient on one side, and whose {len(unknown)} of {len(scan)} samples are is not known "
+            f"(for example {shown}): say which part of a path names the patient with --patient-regex"
+        )
+
+
+def _refuse_parted_groups(scan: Scan) -> None:
+    """Proves that no group is on two sides."""
+    if scan.group is None or len(scan.splits) < 2:
+        return
+    known = np.flatnonzero(scan.group.lengths > 0)
+    hashes = key_hash(scan.group.take(known), 0, b"group")
+    order = np.lexsort((scan.split[known], hashes))
+    parted = (np.diff(hashes[order]) == 0) & (np.diff(scan.split[known][order]) != 0)
+    if parted.any():
+        raise UsageError(
+            f"{int(parted.sum())} patient(s) have samples in more than one split: what is learnt of them in one would "
+            "be tested in the other; divide anew with --split 0.8,0.1,0.1, which keeps patients apart"
+        )
 
 
 def _sides(scan: Scan, edges: npt.NDArray[np.float64], options: PlanOptions) -> npt.NDArray[np.integer]:
     """Which split each sample goes to."""
     if options.split_exact:
         return _exact_split(scan, edges, options.seed)
-    keys = Strings.of(_groups(scan, options.group_regex)) if options.group_regex else lasting(scan.keys)
+    if options.group_regex:
+        keys = Strings.of(_groups(scan, options.group_regex))
+    else:
+        keys = lasting(scan.keys) if scan.group is None else scan.group
     share = key_hash(keys, options.seed, b"split").astype(np.float64) / 2.0**64
     return np.searchsorted(edges, share, "right")
 

@@ -19,7 +19,7 @@ from packer.formats.base import About, Batch, Format, Seen, ShardWriter
 from packer.imaging import decode_check, probe, probe_all
 from packer.index import Rows, empty_rows, npy_rows, row_dtype
 from packer.sample import is_image_field, label_of, printable
-from packer.sources.base import Reader, Scan, Source
+from packer.sources.base import Maker, Reader, Scan, Source
 from packer.storage import PARTIAL, fsync_folder, output_error, write_atomic, write_json
 from packer.strings import Int64s
 
@@ -28,6 +28,8 @@ LARGE_BYTES = 64 << 20
 #: Payload bytes laid out and written at a time: fewer leave numpy's overhead per batch, more leave the cache.
 BATCH_BYTES = 4 << 20
 _LABEL_FIELD = "cls"
+#: Index columns of samples that belong together (CT): which series, which slice of it.
+UNIT_COLUMNS = ("series", "slice")
 
 
 class Encoder(Protocol):
@@ -129,9 +131,9 @@ class Finished:
         )
         return found if whole else None
 
-    def rows(self, state: str, fields: Sequence[str]) -> Rows:
+    def rows(self, state: str, fields: Sequence[str], extra: Sequence[str] = ()) -> Rows:
         """The shard's index rows."""
-        return np.fromfile(os.path.join(state, self.name + ".rows"), row_dtype(fields))
+        return np.fromfile(os.path.join(state, self.name + ".rows"), row_dtype(fields, extra))
 
     def kept(self, planned: int) -> npt.NDArray[np.bool_]:
         """Bool (planned,): which of the planned samples are in the shard."""
@@ -217,13 +219,14 @@ class _Run:
         self.reader: Reader = task.source.reader()
         scan = task.scan
         self.fields = (*scan.fields, _LABEL_FIELD) if scan.made_cls else scan.fields
-        self.rows = empty_rows(len(scan), self.fields)
+        self.rows = empty_rows(len(scan), self.fields, UNIT_COLUMNS if scan.number is not None else ())
         self.count = 0
         self.broken: list[tuple[str, str]] = []
         self.dropped: list[int] = []
         self.encoded: dict[str, int] = {}
         self.unread_labels = 0
-        self._unfit: dict[int, BadImageError] = {}  # by file: pictures that could not be changed
+        self._unfit: dict[int, BadImageError] = {}  # by file: what could not be made or changed
+        self._maker = self.reader if isinstance(self.reader, Maker) else None
         self._images = np.array([is_image_field(name) for name in scan.fields] or [False])
         self._cls = {label: (text := b"%d" % label, crc32c(text)) for label in np.unique(scan.label).tolist()}
 
@@ -241,7 +244,8 @@ class _Run:
     def _batch(self, begin: int, end: int, files: slice) -> None:
         scan = self.task.scan
         places = scan.places.slice(files.start, files.stop)
-        payloads = None if self.task.encoder is None else self._load(places, files)
+        direct = self.task.encoder is None and self._maker is None
+        payloads = None if direct else self._load(places, files)
         sizes = scan.sizes[files] if payloads is None else np.array([len(p) for p in payloads], np.int64)
         layout = _Layout(scan, begin, end, files, sizes)
         buffer, at = self.writer.layout(layout.batch)
@@ -257,7 +261,7 @@ class _Run:
         image_sizes, keep = self._look(views, layout, begin, files)
         labels = self._labels(views, layout, begin, files)
         offsets = self.writer.commit(Seen(labels, image_sizes), None if keep.all() else keep)
-        self._note(layout, keep, offsets, crcs, image_sizes, labels)
+        self._note(layout, begin, keep, offsets, crcs, image_sizes, labels)
 
     def _large(self, begin: int, files: slice) -> None:
         """Write one sample piece by piece; only what is small, and pictures to be looked at, are held whole."""
@@ -265,7 +269,8 @@ class _Run:
         places = scan.places.slice(files.start, files.stop)
         sizes = scan.sizes[files].copy()
         whole: dict[int, bytes | memoryview] = {}
-        for i in np.flatnonzero(self._images[scan.field[files]] | (sizes <= BATCH_BYTES)).tolist():
+        held = self._images[scan.field[files]] | (sizes <= BATCH_BYTES) | (self._maker is not None)
+        for i in np.flatnonzero(held).tolist():
             (whole[i],) = self._load(places[i : i + 1], slice(files.start + i, files.start + i + 1))
             sizes[i] = len(whole[i])
         layout = _Layout(scan, begin, begin + 1, files, sizes)
@@ -288,7 +293,7 @@ class _Run:
             crcs[member] = crc32c(view, int(crcs[member]))
 
         offsets = self.writer.stream(layout.batch, Seen(labels, image_sizes), read)
-        self._note(layout, keep, offsets, crcs, image_sizes, labels)
+        self._note(layout, begin, keep, offsets, crcs, image_sizes, labels)
 
     def _look(
         self, views: list[memoryview], layout: _Layout, begin: int, files: slice
@@ -296,12 +301,13 @@ class _Run:
         """Height and width of each sample's first image, (m, 2), and which samples are fit to be kept, (m,)."""
         scan = self.task.scan
         images = np.flatnonzero(self._images[scan.field[files]])
-        sizes, bad = self._probe([views[i] for i in images.tolist()])
-        if self._unfit and self.task.check != "none":
-            bad = {i: self._unfit[n] for i, n in enumerate((images + files.start).tolist()) if n in self._unfit} | bad
+        sizes, found = self._probe([views[i] for i in images.tolist()])
+        bad = {int(images[i]): error for i, error in found.items()}
+        if self._unfit and (self.task.check != "none" or self._maker is not None):
+            unfit = {n - files.start: error for n, error in self._unfit.items() if files.start <= n < files.stop}
+            bad = unfit | bad if self._maker is None else bad | unfit
         keep = np.ones(layout.samples_count, bool)
-        for i, error in sorted(bad.items()):
-            file = int(images[i])
+        for file, error in sorted(bad.items()):
             sample = int(layout.file_samples[file])
             if keep[sample]:
                 self._leave_out(begin + sample, printable(scan.paths[files.start + file]), str(error))
@@ -333,10 +339,16 @@ class _Run:
         """Payloads in memory, changed by the encoder if there is one."""
         encoder, scan = self.task.encoder, self.task.scan
         sizes, fields = scan.sizes[files].tolist(), scan.field[files].tolist()
-        payloads: list[bytes | memoryview] = [memoryview(bytearray(size)) for size in sizes]
-        self.reader.read(places, [memoryview(payload) for payload in payloads])
+        payloads: list[bytes | memoryview]
+        if self._maker is None:
+            payloads = [memoryview(bytearray(size)) for size in sizes]
+            self.reader.read(places, [memoryview(payload) for payload in payloads])
+        else:
+            payloads = [self._make(place, files.start + i) for i, place in enumerate(places)]
         for i, (payload, number) in enumerate(zip(payloads, fields, strict=True)):
-            if encoder is None or (self._images[number] and self._probe([memoryview(payload)])[1]):
+            if encoder is None or files.start + i in self._unfit:
+                continue
+            if self._images[number] and self._probe([memoryview(payload)])[1]:
                 continue  # broken: its own bytes go on to `_look`, which reports them in the usual way
             try:
                 new, what = encoder.encode(scan.fields[number], memoryview(payload))
@@ -348,6 +360,15 @@ class _Run:
             if what:
                 self.encoded[what] = self.encoded.get(what, 0) + 1
         return payloads
+
+    def _make(self, place: bytes, file: int) -> bytes:
+        if self._maker is None:
+            raise TypeError("nothing is made of this source's files")
+        try:
+            return self._maker.make(place)
+        except BadImageError as error:
+            self._unfit[file] = error
+            return b""
 
     def _put_labels(
         self, buffer: memoryview, layout: _Layout, at: list[int], crcs: npt.NDArray[np.uint32], begin: int
@@ -373,6 +394,7 @@ class _Run:
     def _note(
         self,
         layout: _Layout,
+        begin: int,
         keep: npt.NDArray[np.bool_],
         offsets: Int64s,
         crcs: npt.NDArray[np.uint32],
@@ -391,6 +413,10 @@ class _Run:
             rows[f"{name}:length"][to] = layout.batch.sizes[members]
             rows[f"{name}:crc32c"][to] = crcs[members]
         rows["label"] = labels[keep]
+        scan = self.task.scan
+        if scan.unit is not None and scan.number is not None:
+            taken = slice(begin, begin + len(keep))
+            rows["series"], rows["slice"] = scan.unit[taken][keep], scan.number[taken][keep]
         rows["shard"] = 0  # numbered in the end, when all shards of the split are known
         rows["height"], rows["width"] = image_sizes[keep].T
         self.count += count

@@ -85,6 +85,91 @@ class SplitFractions(_Type):
             )
 
 
+class Window(_Type):
+    """`C,W`: a window's centre and width in HU."""
+
+    name = "c,w"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, float]:
+        """(centre, width)."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            centre, width = map(float, value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no window; write centre and width in HU, for example 40,400", param, ctx)
+        return centre, width
+
+
+#: Options of `packer shard` that speak of CT data, by parameter name.
+CT_OPTIONS = (
+    *("sample", "codec", "windows", "salt_file", "patient_regex", "assume_hu", "strict_series", "force", "ich_quirk"),
+    *("label_key", "label_col"),
+)
+
+
+def ct(function: F) -> F:
+    """The options of `packer shard` that speak of CT data."""
+    for option in reversed(
+        [
+            click.option(
+                "--sample",
+                type=click.Choice(["slice", "volume"]),
+                help="CT: one sample for each slice (default) or for each series.",
+            ),
+            click.option(
+                "--codec",
+                type=click.Choice(["npy", "npy.zst"]),
+                help="CT: npy (default) is read fastest by everyone; npy.zst takes half the space and pays where "
+                "storage gives less than about 660 MiB/s to each worker.",
+            ),
+            click.option(
+                "--window",
+                "windows",
+                multiple=True,
+                type=Window(),
+                help="CT: make 8-bit pictures of slices through this window in HU; up to three become the channels of "
+                "RGB. Default: keep HU and window when loading.",
+            ),
+            click.option(
+                "--id-salt-file",
+                "salt_file",
+                metavar="FILE",
+                type=click.Path(dir_okay=False),
+                help="CT: the secret that hashes of patients, studies and series are made with; made if it does not "
+                "exist. Keep it outside OUT. Default: ~/.config/packer/id-salt.",
+            ),
+            click.option(
+                "--patient-regex",
+                metavar="REGEX",
+                help="CT: what in a path names the patient, where the file does not say (its groups, else all of it).",
+            ),
+            click.option("--assume-hu", is_flag=True, help="CT: values without a rescale are Hounsfield units."),
+            click.option(
+                "--strict-series",
+                is_flag=True,
+                help="CT: a series of several sizes, orientations or spacings is a fault.",
+            ),
+            click.option("--force", is_flag=True, help="CT: try to read DICOM files that lack the preamble."),
+            click.option(
+                "--rsna-ich",
+                "ich_quirk",
+                is_flag=True,
+                help="CT: put right the shifted 12-bit files of the RSNA 2019 haemorrhage data.",
+            ),
+            click.option(
+                "--key",
+                "label_key",
+                type=click.Choice(["path", "stem", "sop_uid", "series_uid", "patient"]),
+                help="CT: what the rows of --labels name.  [default: path]",
+            ),
+            click.option("--label-col", metavar="NAME", help="CT: the column of --labels that holds the label."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
 def quiet(function: F) -> F:
     """`--quiet`: no progress, no summary."""
     return click.option("--quiet", "-q", is_flag=True, help="No progress and no summary; errors and results only.")(

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from packer.cli.options import Bytes, Fold, SplitFractions, as_json, counted, human_bytes, quiet, workers
+from packer.cli.ct import CT_LAYOUTS, PICTURE_LAYOUTS, ct_source, is_ct, print_unkept, refuse_ct_options
+from packer.cli.options import (
+    Bytes,
+    Fold,
+    SplitFractions,
+    as_json,
+    counted,
+    ct,
+    human_bytes,
+    quiet,
+    workers,
+)
 from packer.errors import UsageError
 from packer.formats import FORMATS
 
@@ -36,8 +47,8 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--layout",
-    type=click.Choice(["imagefolder", "splits", "sidecars", "parallel", "flat"]),
-    help="What the folder is; recognised and printed by default.",
+    type=click.Choice([*PICTURE_LAYOUTS, *CT_LAYOUTS]),
+    help="What the folder is; recognised and printed by default (png16, exported CT slices, must be named).",
 )
 @click.option(
     "--labels",
@@ -134,6 +145,7 @@ if TYPE_CHECKING:
     help="Print the plan and every problem found; write nothing. Looks at names and sizes; "
     "with --check header or --check decode, into every picture too.",
 )
+@ct
 @workers
 @as_json
 @quiet
@@ -232,6 +244,9 @@ def _source(options: dict[str, Any]) -> Source:
                     f"--{name.replace('_', '-')} is about folders of files; {sources[0]} is a packed dataset"
                 )
         return PackedSource(tuple(sources))
+    if len(sources) == 1 and is_ct(options):
+        return ct_source(options)
+    refuse_ct_options(options)
     if len(sources) > 1:
         unpacked = [path for path, is_packed in zip(sources, packed, strict=True) if not is_packed]
         raise UsageError(
@@ -383,7 +398,9 @@ def _print_result(out: str, result: PackResult, said: Sequence[str]) -> None:
     for warning in result.warnings:
         if warning not in said:
             click.echo(f"  warning: {warning}", err=True)
-    if result.skipped or result.broken:
+    if "made" in manifest.source:
+        print_unkept(result)
+    elif result.skipped or result.broken:
         click.echo(f"  all of them are listed in {os.path.join(out, 'report.json')}", err=True)
 
 

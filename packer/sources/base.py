@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,13 @@ class Scan:
         problems: `(path, reason)` of what should be a sample and cannot.
         locators: per file, what the reader is given in place of the path, where that is not the place.
         unit: int64 per sample: equal numbers stay in one shard, in this order; None where each sample is free.
+        number: int64 per sample: its number in its unit, from 0; None where each sample is free.
+        group: per sample, what `--split` goes by in place of the key (a patient; b"" where unknown); all samples of a
+            group are on one side. None where there are no groups.
+        made: None where payloads are the files' own bytes. Else the reader is a `Maker`: sizes are reckoned, paths
+            are for messages and never stored, and this says how payloads are made (JSON values, for the manifest
+            and the fingerprint).
+        warnings: what the user should know before packing.
     """
 
     fields: tuple[str, ...]
@@ -61,6 +68,10 @@ class Scan:
     problems: Sequence[tuple[bytes, str]] = ()
     locators: Strings | None = None
     unit: Int64s | None = None
+    number: Int64s | None = None
+    group: Strings | None = None
+    made: Mapping[str, Any] | None = None
+    warnings: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -88,6 +99,8 @@ class Scan:
             split=self.split[order],
             locators=None if self.locators is None else self.locators.take(files),
             unit=None if self.unit is None else self.unit[order],
+            number=None if self.number is None else self.number[order],
+            group=None if self.group is None else self.group.take(order),
         )
 
     @property
@@ -117,6 +130,20 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Let go of descriptors."""
+        ...
+
+
+@runtime_checkable
+class Maker(Reader, Protocol):
+    """A reader whose payloads are made from files (decoded, written anew), so that only making one tells its size."""
+
+    def make(self, place: bytes) -> bytes:
+        """The payload of one place (`Scan.places`). Those of one sample are asked for one after the other.
+
+        Raises:
+            BadImageError: the files cannot become a sample.
+            SourceChangedError: a file is gone, or is not what the scan saw.
+        """
         ...
 
 

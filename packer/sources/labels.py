@@ -72,15 +72,29 @@ class Labels:
     _numbers: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def read(path: str, fixed: tuple[str, ...] | None = None) -> Labels:
+    def read(
+        path: str,
+        fixed: tuple[str, ...] | None = None,
+        *,
+        names: Sequence[str] = _NAME_HEADERS,
+        label_column: str | None = None,
+    ) -> Labels:
         """Read a CSV or TSV: a name column and a label column, with or without a header line.
+
+        Args:
+            path: the file.
+            fixed: class names by label, where they are given.
+            names: what the name column may be called, the best first.
+            label_column: what the label column is called, None to recognise it.
 
         Raises:
             UsageError: the file is missing, lacks a column, or gives a name two labels.
         """
         labels = Labels(path, fixed)
         rows = _rows(path)
-        name_at, label_at, has_header = _columns(rows[0][1])
+        if label_column is not None and label_column not in [cell.strip() for cell in rows[0][1]]:
+            raise UsageError(f"--labels {path} has no column {label_column!r}; it has {', '.join(rows[0][1])}")
+        name_at, label_at, has_header = _columns(rows[0][1], names, label_column)
         conflicts: list[str] = []
         for line, row in rows[has_header:]:
             if len(row) <= max(name_at, label_at):
@@ -223,11 +237,14 @@ def _rows(path: str) -> list[tuple[int, list[str]]]:
     return rows
 
 
-def _columns(header: Sequence[str]) -> tuple[int, int, bool]:
+def _columns(header: Sequence[str], names: Sequence[str], label_column: str | None) -> tuple[int, int, bool]:
     """Name column, label column, and whether this row is a header by the words in it."""
     words = [re.sub(r"[\s-]+", "_", cell.strip().lower()) for cell in header]
-    name_at = next((words.index(word) for word in _NAME_HEADERS if word in words), None)
-    label_at = next((words.index(word) for word in _LABEL_HEADERS if word in words), None)
+    name_at = next((words.index(word) for word in names if word in words), None)
+    if label_column is not None:
+        label_at: int | None = [cell.strip() for cell in header].index(label_column)
+    else:
+        label_at = next((words.index(word) for word in _LABEL_HEADERS if word in words), None)
     if name_at is None and label_at is None:
         return 0, 1, False
     if name_at is None:

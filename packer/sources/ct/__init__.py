@@ -1,0 +1,1 @@
+"""CT slices and volumes: DICOM, NIfTI, MetaImage, arrays and exported pictures, correct to the Hounsfield unit."""
