@@ -237,7 +237,9 @@ def _rows(path: str) -> list[tuple[int, list[str]]]:
     return rows
 
 
-def _columns(header: Sequence[str], names: Sequence[str], label_column: str | None) -> tuple[int, int, bool]:
+def _columns(
+    header: Sequence[str], names: Sequence[str] = _NAME_HEADERS, label_column: str | None = None
+) -> tuple[int, int, bool]:
     """Name column, label column, and whether this row is a header by the words in it."""
     words = [re.sub(r"[\s-]+", "_", cell.strip().lower()) for cell in header]
     name_at = next((words.index(word) for word in names if word in words), None)
