@@ -34,7 +34,7 @@ def smooth(width: int, height: int, mode: str = "RGB") -> Image.Image:
         255 - 200 * x / width,
     ]
     stack = np.stack(planes[: len(Image.new(mode, (1, 1)).getbands())], axis=-1).astype(np.uint8)
-    return Image.fromarray(stack[..., 0] if stack.shape[2] == 1 else stack, mode)
+    return Image.frombytes(mode, (width, height), stack.tobytes())
 
 
 def scaled(data: bytes, field: str = "jpg", **options: int) -> tuple[Image.Image, str]:
@@ -152,7 +152,7 @@ def test_sixteen_bit_colour_is_kept_because_pillow_cannot_hold_it(colour_type: i
 def test_palettes_become_rgb_but_not_in_masks() -> None:
     numbers = np.zeros((90, 120), np.uint8)
     numbers[20:70, 30:90] = 7
-    mask = Image.fromarray(numbers, "P")
+    mask = Image.frombytes("P", numbers.shape[::-1], numbers.tobytes())
     mask.putpalette([value for i in range(256) for value in (i * 37 % 256, i * 91 % 256, i * 53 % 256)])
     data = encoded(mask, "PNG")
     for field in ("mask.png", "seg.png", "label.png", "a_mask.png", "segmentation.png"):
