@@ -21,6 +21,7 @@ class Row(NamedTuple):
 #: By the name that `--format` takes and `dataset.json` holds.
 FORMATS = {
     "webdataset": Row("packer.formats.tar", "tar shards that every WebDataset reader accepts"),
+    "hdf5": Row("packer.formats.hdf5", "HDF5 files for h5py, MATLAB and the like, payloads and labels as datasets"),
     "tfrecord": Row("packer.formats.tfrecord", "tf.train.Example records, for TensorFlow and DALI"),
 }
 

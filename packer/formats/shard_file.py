@@ -24,6 +24,32 @@ _BUFFER_BYTES = 6 << 20  # a batch and its headers
 _FLUSH_BYTES = 32 << 20  # begin to make data durable this early: the last fsync then has little left to do
 
 
+def crc32c_shift(crc: int, count: int) -> int:
+    """What a difference between two crc32c becomes when `count` equal bytes follow.
+
+    >>> a, b, rest = crc32c(b"a"), crc32c(b"b"), b"and so on"
+    >>> crc32c(rest, a) ^ crc32c(rest, b) == crc32c_shift(a ^ b, len(rest))
+    True
+    """
+    power = 1 << 23  # x⁸, the lowest power of x in the top bit
+    while count:
+        if count & 1:
+            crc = _multiply(power, crc)
+        power = _multiply(power, power)
+        count >>= 1
+    return crc
+
+
+def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials over GF(2), modulo crc32c's own."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (0x82F63B78 if b & 1 else 0)
+    return product
+
+
 class ShardFile:
     """An append-only file with its running size and crc32c.
 
@@ -71,11 +97,20 @@ class ShardFile:
         self.size += used
         self._full.put((buffer, used))
 
-    def close(self) -> Written:
-        """Wait until everything is written (and durable)."""
+    def close(self, head: bytes | None = None) -> Written:
+        """Wait until everything is written (and durable).
+
+        Args:
+            head: put over the file's first bytes, which so far must be as many zeros.
+        """
         self._stop()
         self._complain()
         try:
+            if head is not None:
+                os.pwrite(self._fd, head, 0)
+                # A crc is linear but for its ends: what zeros that became `head` change is told by those bytes alone.
+                changed = crc32c(bytes(len(head))) ^ crc32c(head)
+                self._crc ^= crc32c_shift(changed, self.size - len(head))
             if self._durable:
                 os.fsync(self._fd)
             fd, self._fd = self._fd, -1
