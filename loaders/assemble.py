@@ -4,12 +4,12 @@ and by which engine.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from loaders.auto import settle
 from loaders.batches import Batches
 from loaders.dataset import numbers_of, to_affine
 from loaders.engine import Engine, SerialEngine
@@ -17,14 +17,12 @@ from loaders.engine_buffers import BufferPool, pinned_empty
 from loaders.engine_process import ProcessEngine
 from loaders.engine_thread import ThreadEngine
 from loaders.memory import MemorySource, budget_bytes, check_open_files
-from loaders.options import LoaderOptions, workers_for
+from loaders.options import LoaderOptions
 from loaders.order import Mixture, Numbers, Order
 from loaders.samples import Samples
 from loaders.source import ConcatSource, PackedSource, Source
 from loaders.staging import SHM, StagedSource
 from packer.errors import UsageError
-
-log = logging.getLogger("loaders")
 
 
 def preloaded(source: Source, options: LoaderOptions) -> Source:
@@ -111,21 +109,15 @@ def _order_of_one(
 def make_engine(options: LoaderOptions, recipe: Batches, pin: bool) -> Engine:
     """The engine for these options.
 
-    "auto" takes threads for what releases the GIL and draws from generators of its own (our
-    transforms), and processes for callables from elsewhere: they draw from the global generators,
-    which threads would share, and may hold the GIL.
+    What is "auto" is settled in `loaders.auto`.
 
     Raises:
         UsageError: a foreign transform in threads.
     """
-    workers = workers_for(options.num_workers)
     theirs = {"transform": not recipe.samples.ours, "collate_fn": options.collate_fn is not None}
     foreign = [name for name, is_theirs in theirs.items() if is_theirs]
-    name = options.engine
-    if name == "auto":
-        name = "process" if foreign else "thread"
-        why = f"a {' and a '.join(foreign)} from elsewhere" if foreign else "all steps release the GIL"
-        log.info("engine 'auto': %s, %d workers (%s)", name, workers, why)
+    settings = settle(recipe.samples.source, options, foreign)
+    workers, name, prefetch = settings.num_workers, settings.engine, settings.prefetch
     if name == "thread" and not recipe.samples.ours:
         raise UsageError(
             "a transform from elsewhere draws from the global random generators, which threads share: its results "
@@ -134,8 +126,8 @@ def make_engine(options: LoaderOptions, recipe: Batches, pin: bool) -> Engine:
     if workers == 0:
         return SerialEngine(recipe, pinned_empty if pin else BufferPool(keep=2).empty)
     if name == "thread":
-        return ThreadEngine(recipe, workers, prefetch=options.prefetch, pin=pin)
+        return ThreadEngine(recipe, workers, prefetch=prefetch, pin=pin)
     return ProcessEngine(
-        recipe, workers, prefetch=options.prefetch, threads=options.threads_per_worker,
+        recipe, workers, prefetch=prefetch, threads=options.threads_per_worker,
         start_method=options.start_method,
     )

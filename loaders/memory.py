@@ -16,6 +16,7 @@ import numpy.typing as npt
 from loaders.decode import decode_image
 from loaders.engine_shared import anonymous_file, map_file
 from loaders.order import Numbers
+from loaders.resources import memory_headroom
 from loaders.source import Fetch, Source
 from packer.errors import BudgetError, UsageError
 
@@ -27,27 +28,9 @@ _READERS = 8  # enough to keep a network disk busy; more would only seek
 _CHUNK = 256  # samples per turn of a reader
 
 
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: what the kernel says, limited by the control group's rest."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as f:
-            values = dict(line.split(":", 1) for line in f)
-        free = int(values["MemAvailable"].split()[0]) * 1024
-    except OSError:  # macOS: all there is, for want of better
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f:
-            limit = f.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as f:
-            used = int(f.read())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
-
-
 def budget_bytes(given: int | None) -> int:
     """The option `memory_budget` in bytes."""
-    return int(available_bytes() * FREE_SHARE) if given is None else given
+    return int(memory_headroom() * FREE_SHARE) if given is None else given
 
 
 def check_open_files(shards: int) -> None:

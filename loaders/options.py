@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -11,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from loaders.order import Shuffle
-from packer.engines import cpu_count
 from packer.errors import UsageError
 
 Normalize: TypeAlias = Literal["imagenet", False] | tuple[Sequence[float], Sequence[float]] | None
@@ -151,12 +149,19 @@ def parse_normalize(normalize: Normalize) -> tuple[tuple[float, ...], tuple[floa
     return mean, std
 
 
-def workers_for(num_workers: int | Literal["auto"]) -> int:
-    """The number of workers meant: "auto" is one per CPU, shared among the ranks on this machine."""
-    if num_workers != "auto":
-        return num_workers
-    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, cpu_count() // max(1, int(ranks_here) if ranks_here.isdigit() else 1))
+@dataclass(frozen=True)
+class Settings:
+    """What tuning decides.
+
+    Attributes:
+        num_workers: threads or processes; 0: the consumer does the work.
+        engine: "thread" or "process"; None: whatever the loader has.
+        prefetch: batches made ahead, in all with our loaders, per worker with torch's; None: the loader's default.
+    """
+
+    num_workers: int
+    engine: EngineName | None = None
+    prefetch: int | None = None
 
 
 def _at_least(name: str, value: Any, least: int, also: str = "") -> None:

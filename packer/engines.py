@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from packer.errors import WorkerDiedError
+from packer.limits import cpu_count
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
@@ -187,16 +188,3 @@ def _lead_nowhere(descriptor: int) -> None:
         os.dup2(nowhere, descriptor, inheritable=False)
     finally:
         os.close(nowhere)
-
-
-def cpu_count() -> int:
-    """CPUs that this process may use: the affinity mask cut by the control group's quota, at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as f:
-            quota, period = f.read().split()
-        if quota != "max":
-            allowed = min(allowed, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return max(1, allowed)

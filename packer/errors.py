@@ -150,5 +150,9 @@ class StateError(PackerError):
     """A saved loader state does not fit: another seed, dataset, order or, with buckets, batch size."""
 
 
+class MeasurementError(PackerError):
+    """A loader or a training step that was to be measured fails, or gives nothing to measure."""
+
+
 class UnsafeNameError(PackerError):
     """A stored name would write outside its folder (absolute, `..`, or a link)."""

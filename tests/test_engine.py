@@ -21,7 +21,6 @@ from conftest import PATIENCE_S, wait_until
 from loader_helpers import flat, pack_tree, write_tree
 
 from loaders.loader import Loader
-from loaders.options import workers_for
 from loaders.transforms import EvalCrop, TrainCrop
 from loaders.webds_loader import make_loader
 from packer.errors import SampleError, UsageError, WorkerDiedError
@@ -416,14 +415,6 @@ def test_auto_says_what_it_chose_and_why(packed: Path, caplog: pytest.LogCapture
         "engine 'auto': thread, 2 workers (all steps release the GIL)",
         "engine 'auto': process, 2 workers (a transform from elsewhere)",
     ]
-
-
-def test_the_number_of_workers_is_the_cpus_shared_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loaders.options.cpu_count", lambda: 8)
-    assert workers_for("auto") == 8 and workers_for(3) == 3
-    for ranks, want in (("2", 4), ("3", 2), ("16", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert workers_for("auto") == want
 
 
 def test_shared_batches_hold_whatever_a_collate_fn_gives(packed: Path) -> None:

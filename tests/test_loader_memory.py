@@ -93,7 +93,7 @@ def test_sizes_that_are_not_known_are_refused_while_loading(tmp_path: Path) -> N
 
 
 def test_the_default_budget_is_part_of_what_is_free() -> None:
-    assert 0 < memory.budget_bytes(None) < memory.available_bytes()
+    assert 0 < memory.budget_bytes(None) < memory.memory_headroom()
 
 
 def test_too_many_shards_for_the_limit_of_open_files(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

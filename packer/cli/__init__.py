@@ -29,6 +29,7 @@ COMMANDS = {
     "unpack": "Restore the files of a packed dataset.",
     "stats": "Count classes and sizes, measure channel means.",
     "view": "Write one HTML page that shows the dataset.",
+    "tune": "Find how many workers keep the GPU fed, and say why.",
 }
 
 #: Exit statuses as a shell gives them to a program that such a signal ended.
