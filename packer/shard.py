@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
+from packer import npy
 from packer.engines import Report
 from packer.errors import BadImageError, ProblemsError
 from packer.formats import get_format
 from packer.formats.base import About, Batch, Format, Seen, ShardWriter
 from packer.imaging import decode_check, probe, probe_all
 from packer.index import Rows, empty_rows, npy_rows, row_dtype
-from packer.sample import is_image_field, label_of, printable
+from packer.sample import is_image_field, is_picture_array, label_of, printable
 from packer.sources.base import Maker, Reader, Scan, Source
 from packer.storage import PARTIAL, fsync_folder, output_error, write_atomic, write_json
 from packer.strings import Int64s
@@ -228,6 +229,7 @@ class _Run:
         self._unfit: dict[int, BadImageError] = {}  # by file: what could not be made or changed
         self._maker = self.reader if isinstance(self.reader, Maker) else None
         self._images = np.array([is_image_field(name) for name in scan.fields] or [False])
+        self._arrays = np.array([is_picture_array(name) for name in scan.fields] or [False])
         self._cls = {label: (text := b"%d" % label, crc32c(text)) for label in np.unique(scan.label).tolist()}
 
     def batch(self, begin: int, end: int) -> int:
@@ -315,6 +317,9 @@ class _Run:
         by_sample = np.full((layout.samples_count, 2), -1, np.int32)
         samples, first = np.unique(layout.file_samples[images], return_index=True)
         by_sample[samples] = sizes[first]
+        for i in np.flatnonzero(self._arrays[scan.field[files]]).tolist():
+            if by_sample[layout.file_samples[i], 0] < 0:
+                by_sample[layout.file_samples[i]] = npy.size(views[i])
         return by_sample, keep
 
     def _labels(self, views: list[memoryview], layout: _Layout, begin: int, files: slice) -> Int64s:

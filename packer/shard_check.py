@@ -12,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
+from packer import npy
 from packer.engines import Report
-from packer.errors import BadImageError, ShardError
+from packer.errors import BadArrayError, BadImageError, ShardError
 from packer.formats import get_format
 from packer.formats.base import FoundSample
 from packer.imaging import decode_check
 from packer.index import Rows
 from packer.manifest import Shard
-from packer.sample import field_name, is_image_field, printable
+from packer.sample import field_name, is_image_field, is_picture_array, printable
 from packer.strings import Strings
 
 #: Of one shard. A shard of another dataset, or damaged headers, could give a line for every sample.
@@ -78,7 +79,7 @@ class ShardCheck:
         rows: its rows of the index, or None where the index cannot be read.
         keys: its samples' keys, or None where the names cannot be read.
         made_labels: bool per sample: packing wrote the field `cls`, so it holds the label and nothing else.
-        deep: decode every image.
+        deep: decode every image and array.
     """
 
     path: str
@@ -295,7 +296,10 @@ class _Check:
         return until
 
     def _decode(self, ranges: _Ranges, i: int) -> None:
-        if not is_image_field(self.task.fields[int(ranges.field[i])]):
+        name = self.task.fields[int(ranges.field[i])]
+        if npy.is_array_field(name):
+            self._decode_array(ranges, i, name)
+        if not is_image_field(name):
             return
         try:
             info = decode_check(self._pread(int(ranges.offset[i]), int(ranges.length[i])))
@@ -303,6 +307,15 @@ class _Check:
             self._about(ranges, i, str(error))
             return
         self._compare_size(ranges, i, info.height, info.width)
+
+    def _decode_array(self, ranges: _Ranges, i: int, name: str) -> None:
+        try:
+            array = npy.decode(self._pread(int(ranges.offset[i]), int(ranges.length[i])))
+        except BadArrayError as error:
+            self._about(ranges, i, str(error))
+            return
+        if is_picture_array(name) and array.ndim in (2, 3):
+            self._compare_size(ranges, i, array.shape[-2], array.shape[-1])
 
     def _compare_size(self, ranges: _Ranges, i: int, height: int, width: int) -> None:
         """The index holds the size of a sample's first image."""

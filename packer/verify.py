@@ -56,7 +56,7 @@ def verify(
 
     Args:
         folder: a packed dataset.
-        deep: decode every image too.
+        deep: decode every image and array too.
         workers: processes; None takes one per CPU that may be used.
         progress: called with (samples, bytes) done since the last call.
 

@@ -22,6 +22,7 @@ from loaders.webds_loader import make_loader
 from loaders.windowing import bounds, write_windows
 from packer import npy
 from packer.errors import CollateError, SampleError, UsageError
+from packer.verify import verify
 
 SOFT = (40.0, 400.0)
 
@@ -168,8 +169,27 @@ def test_zstd_gives_the_same(slices: Path, tmp_path: Path) -> None:
     for key, sample in found.items():
         assert torch.equal(sample["ct.npy.zst"], plain[key]["ct.npy"])
         assert torch.equal(sample["mask.npy.zst"], plain[key]["mask.npy"])
-    images, _ = next(iter(make_loader(packed, batch_size=4)))
+    loader = make_loader(packed, batch_size=4)
+    assert loader._recipe.direct
+    images, _ = next(iter(loader))
     assert images.dtype == torch.int16
+
+
+def test_the_index_knows_the_size(slices: Path) -> None:
+    source = PackedSource(slices, "train")
+    assert set(source.column("height").tolist()) == {40}
+    assert set(source.column("width").tolist()) == {32}
+
+
+def test_deep_verification_decodes_arrays(slices: Path, tmp_path: Path) -> None:
+    assert verify(slices, deep=True).problems == []
+    good = npy.encode(hu_slice(0, 0))
+    samples = [(f"s_{i:05d}", {"ct.npy": data}) for i, data in enumerate([good, good[:-2]])]
+    packed = write_dataset(tmp_path / "out", {"train-000000.tar": samples})
+    assert verify(packed).problems == []
+    (problem,) = verify(packed, deep=True).problems
+    assert "shape (40, 32)" in problem.what
+    assert problem.key == "s_00001"
 
 
 def test_everything_of_a_sample(slices: Path) -> None:
@@ -220,9 +240,12 @@ def test_center_crop_makes_one_size_of_many(tmp_path: Path) -> None:
     assert close(found[key]["ct.npy"][0], formula(hu_slice(2, 3, (40, 60))[10:30, 20:40], *SOFT))
 
 
+@pytest.mark.parametrize("zstd", [False, True])
 @pytest.mark.parametrize("transform", [None, Window(*SOFT)])
-def test_slices_of_different_sizes_are_padded(tmp_path: Path, transform: Any) -> None:
-    packed = write_slices(tmp_path / "out", shapes={1: (50, 32)})
+def test_slices_of_different_sizes_are_padded(tmp_path: Path, transform: Any, zstd: bool) -> None:
+    if zstd:
+        pytest.importorskip("zstandard", reason="the extra [codecs]")
+    packed = write_slices(tmp_path / "out", shapes={1: (50, 32)}, zstd=zstd)
     images, _ = next(iter(make_loader(packed, batch_size=24, transform=transform, shuffle=False)))
     assert isinstance(images, Padded)
     assert images.data.shape == (24, 1, 50, 32)

@@ -12,7 +12,7 @@ from packer.cli.options import as_json, counted, dataset, human_bytes, quiet, wo
 
 @click.command("verify")
 @dataset
-@click.option("--deep", is_flag=True, help="Decode every image too (some 600 to 900 a second and core).")
+@click.option("--deep", is_flag=True, help="Decode every image (some 600 to 900 a second and core) and array too.")
 @workers
 @as_json
 @quiet
