@@ -145,7 +145,9 @@ def _write(
 def _refuse_overwriting(shards: Sequence[str], splits: Iterable[str], format_: Format) -> None:
     """Shards are never written to, not even those that are called like what is written beside them."""
     parts = [Split(name, ()) for name in splits]
-    written = {FILE, *(name for part in parts for name in (part.index_file, part.names_file, *part.beside(format_)))}
+    written = {FILE, *(name for part in parts for name in (part.index_file, part.names_file))}
+    # A file of virtual datasets gives way to a shard of its name.
+    written |= {name for part in parts for name in part.beside(format_) if not name.endswith(format_.suffix)}
     for name in sorted(written.intersection(shards)):
         raise UsageError(
             f"the shard {printable(name)!r} is called like a file of the index; rename it to end in {format_.suffix}"

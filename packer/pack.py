@@ -348,7 +348,8 @@ def _write_shards(
     """Write what is missing; returns every shard by name, in order, and the names of those that were there before."""
     skip = prepared.options.on_error == "skip"
     suffix = get_format(prepared.options.format).suffix
-    shards = {f"{shard.split}-{shard.number:06d}{suffix}": shard for shard in prepared.plan.shards}
+    single = prepared.options.plan.single_file
+    shards = {f"{s.split}{'' if single else f'-{s.number:06d}'}{suffix}": s for s in prepared.plan.shards}
     finished: dict[str, Finished] = {}
     for name, shard in shards.items():
         if (found := Finished.load(out, state, name, planned=shard.stop - shard.start, skip=skip)) is not None:

@@ -16,6 +16,7 @@ from packer.sample import IMAGE_EXTENSIONS, printable
 from packer.sources.base import Scan, StringsBuilder
 from packer.strings import Int64s, Strings
 
+_ANY_SIZE = 1 << 60
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -26,6 +27,7 @@ class PlanOptions:
     Attributes:
         shard_bytes: no shard is larger, headers counted (a larger sample gets a shard of its own).
         shard_samples: no shard has more samples, where given.
+        single_file: one shard for each split, however large, called after it without a number.
         shuffle: pack in random order, so that reading in order is nearly as good as random.
         seed: of the shuffle, the split and the subsets.
         split: `((name, fraction), …)` adding up to 1; None keeps the source's own splits.
@@ -40,12 +42,15 @@ class PlanOptions:
     split: tuple[tuple[str, float], ...] | None = None
     split_exact: bool = False
     group_regex: str | None = None
+    single_file: bool = False
 
     def __post_init__(self) -> None:
         if self.shard_bytes < 1:
             raise UsageError(f"--shard-size must be positive, got {self.shard_bytes}")
         if self.shard_samples is not None and self.shard_samples < 1:
             raise UsageError(f"--shard-samples must be at least 1, got {self.shard_samples}")
+        if self.single_file and self.shard_samples is not None:
+            raise UsageError("--single-file puts all samples of a split into one file: leave out --shard-samples")
         if self.split is None and (self.split_exact or self.group_regex):
             raise UsageError("--split-exact and --group-regex say how to split: give --split as well")
         if self.split_exact and self.group_regex:
@@ -120,7 +125,8 @@ def plan(scan: Scan, sample_bytes: Int64s, overhead: int, options: PlanOptions) 
             members = members[_shuffled(rank[members], None if scan.unit is None else scan.unit[members])]
         sizes = sample_bytes[members]
         units = None if scan.unit is None else scan.unit[members]
-        ends = cut(sizes, overhead, options.shard_bytes, options.shard_samples, units)
+        limit = _ANY_SIZE if options.single_file else options.shard_bytes
+        ends = cut(sizes, overhead, limit, options.shard_samples, units)
         for i, (begin, end) in enumerate(pairwise([0, *ends])):
             shards.append(PlannedShard(name, i, start + begin, start + end, int(sizes[begin:end].sum()) + overhead))
         orders.append(members)
@@ -135,6 +141,8 @@ def plan(scan: Scan, sample_bytes: Int64s, overhead: int, options: PlanOptions) 
 
 
 def _oversized(shards: Sequence[PlannedShard], options: PlanOptions, *, what: str) -> list[str]:
+    if options.single_file:
+        return []
     most = options.shard_samples
     over = sum(s.bytes > options.shard_bytes or (most is not None and s.stop - s.start > most) for s in shards)
     limits = "--shard-size" if most is None else "--shard-size or --shard-samples"

@@ -182,3 +182,17 @@ def test_a_shard_is_no_larger_than_asked(tmp_path: Path) -> None:
     sizes = [shard.bytes for shard in manifest.splits["train"].shards]
     assert len(sizes) > 1
     assert max(sizes) <= 40_000
+
+
+def test_a_single_file_for_each_split(dataset: Path, tmp_path: Path, run_packer: Run) -> None:
+    run_packer("shard", dataset, tmp_path / "one", "--format", "hdf5", "--single-file", "--split", "0.5,0.5")
+    assert sorted(path.name for path in (tmp_path / "one").glob("*.h5")) == ["train.h5", "val.h5"]
+    assert verify(tmp_path / "one", workers=1).problems == []
+    with h5py.File(tmp_path / "one" / "train.h5") as file:
+        assert not file["data"].is_virtual
+        assert file["key"][()].tolist() == list(Packed(tmp_path / "one")["train"].names.keys)
+    run_packer("index", tmp_path / "one", "--force")
+    assert verify(tmp_path / "one", workers=1).problems == []
+    for option in ("--shard-size", "--shard-samples"):
+        said = run_packer("shard", dataset, tmp_path / "x", "--single-file", option, "5", exit_code=2).stderr
+        assert f"leave out {option}" in said

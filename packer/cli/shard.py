@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     help="No shard is larger, headers counted; shards come out about equal.",
 )
 @click.option("--shard-samples", type=click.IntRange(1), metavar="N", help="No shard has more samples.")
+@click.option("--single-file", is_flag=True, help="One file for each split, however large: train.h5, val.h5.")
 @click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Pack in random order.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the shuffle, the split and the subsets.")
 @click.option(
@@ -172,6 +173,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
     if options["resize"] is None and ctx.get_parameter_source("jpeg_quality") is ParameterSource.COMMANDLINE:
         raise UsageError("--jpeg-quality is about pictures that --resize scales: give --resize as well")
+    if options["single_file"] and ctx.get_parameter_source("shard_size") is ParameterSource.COMMANDLINE:
+        raise UsageError("--single-file puts all samples of a split into one file: leave out --shard-size")
     source = _source(options)
     pack_options = _pack_options(options)
     dropped = read_keys(options["drop_file"]) if options["drop_file"] else None
@@ -283,6 +286,7 @@ def _pack_options(options: dict[str, Any]) -> Any:
             split=options["split"],
             split_exact=options["split_exact"],
             group_regex=options["group_regex"],
+            single_file=options["single_file"],
         ),
         workers=options["workers"],
         on_error=options["on_error"],
