@@ -232,7 +232,11 @@ def _source(options: dict[str, Any]) -> Source:
     from packer.sources.packed import PackedSource
 
     sources = options["src"]
-    packed = [os.path.exists(os.path.join(path, FILE)) for path in sources]
+    # nnU-Net's own dataset.json stands beside imagesTr/.
+    packed = [
+        os.path.exists(os.path.join(path, FILE)) and not os.path.isdir(os.path.join(path, "imagesTr"))
+        for path in sources
+    ]
     out = os.path.realpath(options["out"])
     for path in sources:
         if os.path.commonpath([out, os.path.realpath(path)]) == os.path.realpath(path):

@@ -14,8 +14,9 @@ from packer.sources.listing import Listing
 LAYOUTS = ("nnunet", "kits", "metaimage", "nifti", "dicom", "arrays", "png16")
 
 _SLICE_NPZ = re.compile(rb"(.+)_slice(\d+)\.npz", re.IGNORECASE)
-_VOLUMES = (b".nii", b".nii.gz", b".nrrd")
-_OBVIOUS = (*_VOLUMES, b".mhd", b".dcm", b".dicom", b".ima")
+_VOLUMES = (b".nii", b".nii.gz", b".nrrd", b".nhdr")
+_METAIMAGES = (b".mhd", b".mha")
+_OBVIOUS = (*_VOLUMES, *_METAIMAGES, b".dcm", b".dicom", b".ima")
 _PICTURES = tuple(b"." + extension.encode() for extension in IMAGE_EXTENSIONS)
 #: Extensions that need no look inside to be known for something else.
 _OTHER = (*_PICTURES, b".txt", b".csv", b".tsv", b".json", b".xml", b".pdf", b".md", b".zip", b".gz", b".tar", b".npy",
@@ -30,9 +31,9 @@ def is_volume(name: bytes) -> bool:
     return name.lower().endswith(_VOLUMES)
 
 
-def is_mhd(name: bytes) -> bool:
+def is_metaimage(name: bytes) -> bool:
     """Whether a file is a MetaImage header by its name."""
-    return name.lower().endswith(b".mhd")
+    return name.lower().endswith(_METAIMAGES)
 
 
 def slice_of_npz(name: bytes) -> tuple[bytes, int] | None:
@@ -134,7 +135,7 @@ def recognise(listing: Listing, root: str, asked: str | None = None) -> tuple[st
 
 
 _RULES = {
-    "metaimage": "there are MetaImage headers (.mhd)",
+    "metaimage": "there are MetaImage headers (.mhd, .mha)",
     "nifti": "there are NIfTI or NRRD volumes",
     "dicom": "there are files named .dcm, or with the letters DICM at byte 128",
     "arrays": "there are arrays of slices (…_slice….npz or .npy)",
@@ -145,7 +146,7 @@ def _by_type(files: Iterable[tuple[bytes, bytes]]) -> dict[str, int]:
     found = dict.fromkeys(("metaimage", "nifti", "dicom", "arrays"), 0)
     for _, name in files:
         lower = name.lower()
-        if is_mhd(lower):
+        if is_metaimage(lower):
             found["metaimage"] += 1
         elif is_volume(lower):
             found["nifti"] += 1

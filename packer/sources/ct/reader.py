@@ -16,10 +16,11 @@ from packer.sources.ct.options import CtOptions, compress
 from packer.sources.ct.place import Place
 from packer.sources.ct.record import encode_record, slice_record, volume_record
 from packer.sources.ct.slices import NotASliceError, Plane
+from packer.sources.ct.volume_file import VolumeFile
 
 
 class OpenFile(Protocol):
-    """A file whose slices can be decoded."""
+    """A file whose slices can be decoded. Those that may be masks have `labels` too: see `VolumeFile`."""
 
     def plane(self, frame: int) -> Plane:
         """One slice."""
@@ -34,13 +35,13 @@ class CtReader:
         options: how to write samples.
         open_file: opens a file of this source's layout.
 
-    The last file and the last sample are kept decoded: the fields of a sample come one after the other, and so do
-    the slices of a file.
+    The last image, the last mask and the last sample are kept decoded: the fields of a sample come one after the
+    other, and so do the slices of a file.
     """
 
     def __init__(self, root: bytes, options: CtOptions, open_file: Callable[[bytes], OpenFile]) -> None:
         self._root, self._options, self._open_file = root, options, open_file
-        self._file: tuple[bytes, OpenFile] | None = None
+        self._files: dict[str, tuple[bytes, OpenFile]] = {}
         self._sample: tuple[Sequence[tuple[bytes, int, int]], list[Plane]] | None = None
 
     def make(self, place: bytes) -> bytes:
@@ -52,6 +53,8 @@ class CtReader:
             PHIError: the record would hold what must not leave the header.
         """
         wanted = Place.decode(place)
+        if wanted.what == "mask":
+            return self._array([self._labels(*one) for one in wanted.slices])
         planes = self._planes(wanted.slices)
         if wanted.what == "record":
             facts = wanted.facts or {}
@@ -59,21 +62,29 @@ class CtReader:
             return encode_record(
                 wanted.key, slice_record(planes[0], facts) if is_slice else volume_record(planes, facts)
             )
-        values = planes[0].values if self._options.sample == "slice" else np.stack([plane.values for plane in planes])
-        if self._options.windows and wanted.what == "image":
-            return png_bytes(windowed(values, self._options.windows))
-        data = npy_bytes(values)
+        if self._options.windows:
+            return png_bytes(windowed(planes[0].values, self._options.windows))
+        return self._array([plane.values for plane in planes])
+
+    def _array(self, planes: Sequence[npt.NDArray[Any]]) -> bytes:
+        data = npy_bytes(planes[0] if self._options.sample == "slice" else np.stack(planes))
         return compress(data) if self._options.codec == "npy.zst" else data
 
     def _planes(self, slices: Sequence[tuple[bytes, int, int]]) -> list[Plane]:
         if self._sample is None or self._sample[0] != slices:
             self._sample = None
-            self._sample = slices, [self._plane(*one) for one in slices]
+            self._sample = slices, [self._open("image", path, size).plane(frame) for path, frame, size in slices]
         return self._sample[1]
 
-    def _plane(self, path: bytes, frame: int, size: int) -> Plane:
-        if self._file is None or self._file[0] != path:
-            self._file = None  # let go of the last one first: it may be large
+    def _labels(self, path: bytes, frame: int, size: int) -> npt.NDArray[Any]:
+        mask = self._open("mask", path, size)
+        if not isinstance(mask, VolumeFile):
+            raise SourceChangedError(f"{printable(path)} was a mask when the folder was scanned, and is none now")
+        return mask.labels(frame)
+
+    def _open(self, what: str, path: bytes, size: int) -> OpenFile:
+        if what not in self._files or self._files[what][0] != path:
+            self._files.pop(what, None)  # let go of the last one first: it may be large
             full = os.path.join(self._root, path)
             try:
                 found = os.stat(full).st_size
@@ -82,14 +93,14 @@ class CtReader:
                         f"{printable(path)} has {found} bytes, had {size} when the folder was scanned; "
                         "let it come to rest, then run the same command again"
                     )
-                self._file = path, self._open_file(full)
+                self._files[what] = path, self._open_file(full)
             except OSError as error:
                 raise SourceChangedError(
                     f"{printable(path)}: {error.strerror or error} (it was read when the folder was scanned)"
                 ) from error
             except NotASliceError as error:
                 raise SourceChangedError(f"{printable(path)} is not what was scanned: {error}") from error
-        return self._file[1].plane(frame)
+        return self._files[what][1]
 
     def read(self, places: Sequence[bytes], views: Sequence[memoryview]) -> None:
         """Make payloads whose size is known; see `packer.sources.base.Reader`."""
@@ -108,7 +119,8 @@ class CtReader:
 
     def close(self) -> None:
         """Let go of what is kept."""
-        self._file = self._sample = None
+        self._files.clear()
+        self._sample = None
 
 
 def npy_bytes(values: npt.NDArray[Any]) -> bytes:

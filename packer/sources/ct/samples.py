@@ -192,7 +192,11 @@ class SampleBuilder:
             (path, RECORD_BYTES + (24 * len(members) if len(members) > 1 else 0), "json"),
         ]
         places = [Place("image", key, slices), Place("record", key, slices, facts)]
-        self._out.add(key.encode("ascii"), label, self._split_of(path), files)
+        if (mask := table.masks.get(int(self._file[head]))) is not None:
+            files.append((mask[0], _NPY_HEADER_BYTES + pixels, options.mask_field))
+            places.append(Place("mask", key, [(mask[0], frame, mask[1]) for _, frame, _ in slices]))
+        split = table.splits.get(int(self._file[head])) or self._split_of(path)
+        self._out.add(key.encode("ascii"), label, split, files)
         self._locators.extend([place.encode() for place in places])
         self._groups.extend([(facts["patient"] or "").encode("ascii")])
         self._units.append(unit)

@@ -14,14 +14,19 @@ from packer.engines import Report, local_engine
 from packer.errors import SourceError
 from packer.sample import printable
 from packer.sources.base import Scan, ScanProgress
-from packer.sources.ct import dicom
+from packer.sources.ct.cases import Case, find_cases
+from packer.sources.ct.dicom import DicomFile, check_installed, read_headers
 from packer.sources.ct.errors import CtError, NotDicomError
-from packer.sources.ct.layouts import recognise
+from packer.sources.ct.layouts import is_metaimage, is_volume, recognise
+from packer.sources.ct.metaimage import read_metaimage
+from packer.sources.ct.nifti import read_nifti
+from packer.sources.ct.nrrd import read_nrrd
 from packer.sources.ct.options import CtOptions
 from packer.sources.ct.reader import CtReader, OpenFile
 from packer.sources.ct.samples import SampleBuilder
 from packer.sources.ct.slices import Header, NotASliceError
 from packer.sources.ct.table import Table
+from packer.sources.ct.volume_file import Oriented, Stored, VolumeFile, check_length, check_mask, headers_of
 from packer.sources.layouts import split_of
 from packer.sources.listing import Listing, list_folder
 
@@ -49,7 +54,11 @@ class CtSource:
         return CtReader(os.fsencode(self.root), self.options, self._open)
 
     def _open(self, path: bytes) -> OpenFile:
-        return dicom.DicomFile(path, self.options.dicom)
+        return (
+            VolumeFile(read_stored(path))
+            if is_volume(path) or is_metaimage(path)
+            else DicomFile(path, self.options.dicom)
+        )
 
     def scan(self, progress: ScanProgress | None = None) -> Scan:
         """Read all headers, no pixels (but those of slices at one and the same position, to tell repeats).
@@ -64,7 +73,10 @@ class CtSource:
         layout, rule = recognise(listing, self.root, options.layout)
         splits = _are_splits(listing)
         table = Table(options.patient_regex, splits=splits)
-        self._read_dicom(listing, table, progress)
+        if layout == "dicom":
+            self._read_dicom(listing, table, progress)
+        else:
+            self._read_volumes(find_cases(layout, listing, self.root), listing, table, progress)
         same_pixels = _Comparison(os.fsencode(self.root), table, self._open)
         builder = SampleBuilder(options, table, same_pixels, listing.skipped, listing.problems, splits)
         scan = builder.build(layout=layout, rule=rule)
@@ -76,8 +88,33 @@ class CtSource:
             )
         return scan
 
+    def _read_volumes(self, cases: list[Case], listing: Listing, table: Table, progress: ScanProgress | None) -> None:
+        root = os.fsencode(self.root)
+        for number, case in enumerate(cases, 1):
+            path = case.image[0]
+            try:
+                stored = read_stored(os.path.join(root, path))
+                oriented = Oriented.of(stored)
+                if case.mask is not None:
+                    path = case.mask[0]
+                    check_mask(oriented, Oriented.of(read_stored(os.path.join(root, path))))
+            except CtError as error:
+                listing.problems.append((path, str(error)))
+                continue
+            except OSError as error:
+                listing.problems.append((path, f"cannot be read: {error.strerror or type(error).__name__}"))
+                continue
+            if case.mask is not None:
+                table.masks[len(table.paths)] = case.mask
+            if case.split is not None:
+                table.splits[len(table.paths)] = case.split
+            headers = headers_of(stored, oriented, series=case.name)
+            table.add(*case.image, headers, patient=case.patient)
+            if progress is not None:
+                progress(number)
+
     def _read_dicom(self, listing: Listing, table: Table, progress: ScanProgress | None) -> None:
-        dicom.check_installed()
+        check_installed()
         files = list(_files(listing))
         batches = [files[i : i + _FILES_AT_ONCE] for i in range(0, len(files), _FILES_AT_ONCE)]
         tasks = (_HeaderTask(number, self.root, batch, self.options) for number, batch in enumerate(batches))
@@ -129,7 +166,7 @@ def _read_batch(task: _HeaderTask, report: Report) -> tuple[int, list[list[Heade
     found: list[list[Header] | str] = []
     for path, _ in task.files:
         try:
-            found.append(dicom.read_headers(os.path.join(root, path), task.options.dicom))
+            found.append(read_headers(os.path.join(root, path), task.options.dicom))
         except NotASliceError as error:
             found.append(_Skipped(error))
         except NotDicomError as error:
@@ -142,6 +179,18 @@ def _read_batch(task: _HeaderTask, report: Report) -> tuple[int, list[list[Heade
             found.append(_Problem(f"cannot be read: {error.strerror or type(error).__name__}"))
     report(len(found), 0)
     return task.number, found
+
+
+def read_stored(path: bytes) -> Stored:
+    """How a volume is stored, by the kind of its file; see `packer.sources.ct.volume_file`."""
+    if is_metaimage(path):
+        stored = read_metaimage(path)
+    elif path.lower().endswith((b".nrrd", b".nhdr")):
+        stored = read_nrrd(path)
+    else:
+        stored = read_nifti(path)
+    check_length(stored)
+    return stored
 
 
 def _ignore(samples: int, size: int) -> None:

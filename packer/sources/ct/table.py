@@ -26,15 +26,19 @@ class Table:
         paths, sizes: per file, relative to the root; its bytes.
         file, frame: int64 (n,), where a slice is.
         text: identifiers by number; number 0 is the unknown one.
+        masks: of files that have one: path and bytes of their mask.
+        splits: of files that have their own split: its name.
     """
 
     def __init__(self, patient_regex: str | None, *, splits: bool = False) -> None:
         self.paths: list[bytes] = []
         self.sizes = array("q")
         self.text: list[str] = [""]
+        self.masks: dict[int, tuple[bytes, int]] = {}
+        self.splits: dict[int, str] = {}
         self._number = {"": 0}
         self._pattern = re.compile(patient_regex.encode("utf-8", "surrogateescape")) if patient_regex else None
-        self._splits = splits
+        self._in_splits = splits
         self._file, self._frame = array("q"), array("q")
         self._geometry = array("d")
         self._whole = array("b")
@@ -60,7 +64,7 @@ class Table:
             self._frame.append(frame)
             self._geometry.extend((*header.ipp, *header.iop, *header.spacing_mm, header.rows, header.cols))
             self._whole.append(header.whole)
-            known = header.patient or (self._patient_of(path) if patient is None else patient)
+            known = header.patient or self._patient_of(path, patient)
             self._patient.append(self._intern(known))
             self._study.append(self._intern(header.study))
             # UIDs may be empty: slices of one folder then belong together.
@@ -74,7 +78,9 @@ class Table:
             self.text.append(text)
         return number
 
-    def _patient_of(self, path: bytes) -> str:
+    def _patient_of(self, path: bytes, known: str | None) -> str:
+        if self._pattern is None and known is not None:
+            return known
         if self._pattern is not None:
             match = self._pattern.search(path)
             if match is None:
@@ -82,7 +88,7 @@ class Table:
             found = b"/".join(match.groups(b"")) if match.groups() else match[0]
             return found.decode("utf-8", "surrogateescape")
         folders = path.split(b"/")[:-1]
-        if self._splits and folders and split_of(folders[0]):
+        if self._in_splits and folders and split_of(folders[0]):
             folders = folders[1:]
         return folders[0].decode("utf-8", "surrogateescape") if folders else ""
 
