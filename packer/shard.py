@@ -15,6 +15,7 @@ from crc32c import crc32c
 from packer import npy
 from packer.engines import Report
 from packer.errors import BadImageError, ProblemsError
+from packer.filling import Filler
 from packer.formats import get_format
 from packer.formats.base import About, Batch, Format, Seen, ShardWriter
 from packer.imaging import decode_check, probe, probe_all
@@ -184,6 +185,7 @@ def write_shard(task: ShardTask, report: Report) -> Finished:
         if run.count:
             _put_in_place(partial, final)
     finally:
+        run.filler.close()
         run.writer.abort()
         run.reader.close()
         if os.path.exists(partial):
@@ -218,6 +220,7 @@ class _Run:
         self.task = task
         self.writer = writer
         self.reader: Reader = task.source.reader()
+        self.filler = Filler(self.reader)
         scan = task.scan
         self.fields = (*scan.fields, _LABEL_FIELD) if scan.made_cls else scan.fields
         self.rows = empty_rows(len(scan), self.fields, UNIT_COLUMNS if scan.number is not None else ())
@@ -230,7 +233,7 @@ class _Run:
         self._maker = self.reader if isinstance(self.reader, Maker) else None
         self._images = np.array([is_image_field(name) for name in scan.fields] or [False])
         self._arrays = np.array([is_picture_array(name) for name in scan.fields] or [False])
-        self._cls = {label: (text := b"%d" % label, crc32c(text)) for label in np.unique(scan.label).tolist()}
+        self._made = _MadeLabels(scan.label)
 
     def batch(self, begin: int, end: int) -> int:
         """Write samples begin…end−1 of the plan; returns how many payload bytes were read."""
@@ -251,14 +254,15 @@ class _Run:
         sizes = scan.sizes[files] if payloads is None else np.array([len(p) for p in payloads], np.int64)
         layout = _Layout(scan, begin, end, files, sizes)
         buffer, at = self.writer.layout(layout.batch)
-        views = [buffer[at[i] : at[i] + size] for i, size in zip(layout.file_members, sizes.tolist(), strict=True)]
+        starts = at[layout.file_members]
+        views = [buffer[a:b] for a, b in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
+        crcs = np.zeros(len(at), np.uint32)
         if payloads is None:
-            self.reader.read(places, views)
+            crcs[layout.file_members] = self.filler.fill(places, views)
         else:
             for view, payload in zip(views, payloads, strict=True):
                 view[:] = payload
-        crcs = np.zeros(len(at), np.uint32)
-        crcs[layout.file_members] = list(map(crc32c, views))
+            crcs[layout.file_members] = list(map(crc32c, views))
         self._put_labels(buffer, layout, at, crcs, begin)
         image_sizes, keep = self._look(views, layout, begin, files)
         labels = self._labels(views, layout, begin, files)
@@ -287,7 +291,7 @@ class _Run:
         def read(member: int, offset: int, view: memoryview) -> None:
             i = file_of.get(member)
             if i is None:
-                view[:] = self._cls[int(scan.label[begin])][0]
+                view[:] = self._made.text(int(scan.label[begin]))
             elif i in whole:
                 view[:] = whole[i][offset : offset + len(view)]
             else:
@@ -376,14 +380,11 @@ class _Run:
             return b""
 
     def _put_labels(
-        self, buffer: memoryview, layout: _Layout, at: list[int], crcs: npt.NDArray[np.uint32], begin: int
+        self, buffer: memoryview, layout: _Layout, at: Int64s, crcs: npt.NDArray[np.uint32], begin: int
     ) -> None:
-        labels = self.task.scan.label[begin : begin + layout.samples_count][layout.labelled].tolist()
-        known = self._cls
-        texts = [known[label] for label in labels]
-        for member, (text, _) in zip(layout.label_members.tolist(), texts, strict=True):
-            buffer[at[member] : at[member] + len(text)] = text
-        crcs[layout.label_members] = [crc for _, crc in texts]
+        if len(layout.label_members):
+            labels = self.task.scan.label[begin : begin + layout.samples_count][layout.labelled]
+            crcs[layout.label_members] = self._made.put(labels, buffer, at[layout.label_members])
 
     def _leave_out(self, sample: int, path: str, reason: str) -> None:
         if not self.task.skip:
@@ -427,6 +428,33 @@ class _Run:
         self.count += count
 
 
+class _MadeLabels:
+    """The payloads of `cls` files that packing makes: class numbers in decimal digits."""
+
+    def __init__(self, labels: Int64s) -> None:
+        self._labels = np.unique(labels)
+        texts = [b"%d" % label for label in self._labels.tolist()]
+        self._lengths = np.array([len(text) for text in texts], np.int64)
+        width = int(self._lengths.max(initial=0))
+        padded = b"".join(text.ljust(width) for text in texts)
+        self._texts = np.frombuffer(padded, np.uint8).reshape(len(texts), width)
+        self._crcs = np.array([crc32c(text) for text in texts], np.uint32)
+
+    def text(self, label: int) -> bytes:
+        """The payload of one label."""
+        return b"%d" % label
+
+    def put(self, labels: Int64s, buffer: memoryview, at: Int64s) -> npt.NDArray[np.uint32]:
+        """Write the payloads of these labels at these positions; returns the crc32c of each."""
+        which = np.searchsorted(self._labels, labels)
+        lengths = self._lengths[which]
+        bytes_ = np.frombuffer(buffer, np.uint8)
+        for column in range(self._texts.shape[1]):
+            reach = lengths > column
+            bytes_[at[reach] + column] = self._texts[which[reach], column]
+        return self._crcs[which]
+
+
 class _Layout:
     """The members of a batch: the source's files, and after each sample's files its made label.
 
@@ -459,8 +487,7 @@ class _Layout:
         member_sizes[self.label_members] = _digits(labels[self.labelled])
         names = (*scan.fields, _LABEL_FIELD)
         made = labels if scan.made_cls else np.full(len(labels), -1)
-        fields = [names[i] for i in self.numbers.tolist()]
-        self.batch = Batch(scan.keys.slice(begin, end), first, fields, member_sizes, made)
+        self.batch = Batch(scan.keys.part(begin, end), first, names, self.numbers, member_sizes, made)
 
 
 def _digits(labels: Int64s) -> Int64s:

@@ -77,6 +77,11 @@ class Strings:
         start = ends[0]
         return [blob[a - start : b - start] for a, b in pairwise(ends)]
 
+    def part(self, begin: int, end: int) -> Strings:
+        """Strings begin…end−1 as a column, which shares the bytes."""
+        ends = self.ends[begin : end + 1]
+        return Strings(self.blob[ends[0] : ends[-1]], ends - ends[0])
+
     def take(self, order: Int64s) -> Strings:
         """The strings at these positions (0 ≤ position < len), in this order, as a new column."""
         order = np.asarray(order, np.int64)

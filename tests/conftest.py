@@ -20,10 +20,15 @@ from PIL import Image
 PATIENCE_S = 600.0
 
 # A time limit, per example or for drawing them, would test the machine, and how busy it is. The examples of a test
-# that gets a fixture per function leave nothing behind in it.
+# that gets a fixture per function leave nothing behind in it. The tests of a contract run for each class that inherits
+# them.
 settings.register_profile(
-    "packer", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+    "packer",
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.differing_executors
+    ],
+)  # fmt: skip
 # A change is judged by the same examples every time; new ones are looked for where somebody can look at them.
 settings.register_profile("ci", settings.get_profile("packer"), derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "packer")

@@ -22,6 +22,7 @@ from packer.errors import OutputError, ShardError
 from packer.formats.base import Batch, Format, Seen, Written
 from packer.sample import escape_key
 from packer.sources.base import Scan, ScanBuilder
+from packer.strings import Strings
 
 MADE_LABEL = "cls"
 
@@ -78,7 +79,10 @@ def batch_of(samples: Sequence[Sample]) -> Batch:
     first = np.cumsum([0, *(len(sample.files) for sample in samples)])
     files = [file for sample in samples for file in sample.files]
     sizes = np.array([len(data) for _, data in files], np.int64)
-    return Batch([sample.key for sample in samples], first, [field for field, _ in files], sizes, labels_of(samples))
+    fields = sorted({field for field, _ in files})
+    numbers = np.array([fields.index(field) for field, _ in files], np.int64)
+    keys = Strings.of([sample.key for sample in samples])
+    return Batch(keys, first, fields, numbers, sizes, labels_of(samples))
 
 
 def labels_of(samples: Sequence[Sample]) -> npt.NDArray[np.int64]:
@@ -121,7 +125,7 @@ class FormatContract:
                 batch = batch_of(samples)
                 buffer, places = writer.layout(batch)
                 files = [data for sample in samples for _, data in sample.files]
-                for place, data in zip(places, files, strict=True):
+                for place, data in zip(places.tolist(), files, strict=True):
                     buffer[place : place + len(data)] = data
                 at = writer.commit(seen_of(samples), None if all(keep) else np.array(keep, bool)).tolist()
                 offsets += [at[a:b] for a, b in zip(batch.first, batch.first[1:], strict=False)]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from packer.strings import Int64s
+from packer.strings import Int64s, Strings
 
 if TYPE_CHECKING:
     from packer.manifest import Manifest, Split
@@ -44,14 +44,16 @@ class Batch:
     Attributes:
         keys: m keys.
         first: int64 (m + 1,): files of sample i are first[i]:first[i + 1].
-        fields: per file, its field name.
+        fields: field names.
+        field: int64 per file, its field's position in `fields`.
         sizes: int64 per file, bytes.
         made_labels: int64 (m,): the labels that packing makes the field `cls` of, −1 where it makes none.
     """
 
-    keys: Sequence[bytes]
+    keys: Strings
     first: Int64s
     fields: Sequence[str]
+    field: Int64s
     sizes: Int64s
     made_labels: Int64s
 
@@ -93,11 +95,11 @@ class Written(NamedTuple):
 class ShardWriter(Protocol):
     """Writes one shard, batch after batch: lay out, let the caller fill the payloads in place, commit."""
 
-    def layout(self, batch: Batch) -> tuple[memoryview, list[int]]:
+    def layout(self, batch: Batch) -> tuple[memoryview, Int64s]:
         """Prepare everything but the payloads.
 
         Returns:
-            The buffer, and for each file the position in it where its payload belongs. Valid until `commit`.
+            The buffer, and int64 per file the position in it where its payload belongs. Valid until `commit`.
         """
         ...
 

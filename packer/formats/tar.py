@@ -55,6 +55,8 @@ _SUM = {
     kind: int(t.astype(np.int64).sum() - t[148:156].astype(np.int64).sum() + 8 * 32 - t[_SIZE].astype(np.int64).sum())
     for kind, t in (("0", _FILE), ("x", _PAX))
 }
+_PAX_NAME = np.frombuffer(b"././@PaxHeader".ljust(NAME_BYTES, b"\0"), np.uint8)
+_COLUMNS = np.arange(NAME_BYTES)
 _OCTAL_11 = 8 ** np.arange(10, -1, -1, dtype=np.int64)
 _OCTAL_6 = 8 ** np.arange(5, -1, -1, dtype=np.int64)
 
@@ -158,13 +160,45 @@ def _field_bytes(field: str) -> bytes:
     return field.encode("utf-8", "surrogateescape")  # in every locale
 
 
-def _keys_of_files(batch: Batch) -> Iterator[bytes]:
-    return (key for key, n in zip(batch.keys, np.diff(batch.first).tolist(), strict=True) for _ in range(n))
+class _Names:
+    """Member names of a batch: key, dot, field.
 
+    Attributes:
+        lengths: int64 per file, bytes.
+        heads: uint8 (files, 100), the first bytes of each, padded with zeros.
+    """
 
-def _member_names(batch: Batch) -> list[bytes]:
-    files = zip(_keys_of_files(batch), batch.fields, strict=True)
-    return [key + b"." + _field_bytes(field) for key, field in files]
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._suffixes = [b"." + _field_bytes(field) for field in batch.fields]
+        self._sample = np.repeat(np.arange(len(batch.keys)), np.diff(batch.first))
+        key_bytes = batch.keys.lengths
+        suffix_bytes = np.array([len(suffix) for suffix in self._suffixes] or [0], np.int64)
+        self.lengths = key_bytes[self._sample] + suffix_bytes[batch.field]
+        self.heads = self._heads(key_bytes)
+
+    def _heads(self, key_bytes: Int64s) -> npt.NDArray[np.uint8]:
+        """No Python object per name: with small files these would cost as much as reading them."""
+        batch = self._batch
+        keys = np.zeros((len(batch.keys), NAME_BYTES), np.uint8)
+        if len(key_bytes) and key_bytes.max() <= NAME_BYTES:
+            blob = batch.keys.blob
+        else:
+            blob = memoryview(b"".join(key[:NAME_BYTES] for key in batch.keys))
+        keys[key_bytes[:, None] > _COLUMNS] = np.frombuffer(blob, np.uint8)
+        heads = keys[self._sample]
+        ends = key_bytes[self._sample]
+        for number, suffix in enumerate(self._suffixes):
+            members = np.flatnonzero(batch.field == number)
+            at = ends[members]
+            for i, byte in enumerate(suffix):
+                fits = at + i < NAME_BYTES
+                heads[members[fits], at[fits] + i] = byte
+        return heads
+
+    def __getitem__(self, member: int) -> bytes:
+        """The whole name of one file."""
+        return self._batch.keys[int(self._sample[member])] + self._suffixes[int(self._batch.field[member])]
 
 
 class TarWriter:
@@ -178,18 +212,17 @@ class TarWriter:
         self._payload = np.zeros(0, np.int64)
         self._sample_blocks = np.zeros(1, np.int64)
 
-    def layout(self, batch: Batch) -> tuple[memoryview, list[int]]:
+    def layout(self, batch: Batch) -> tuple[memoryview, Int64s]:
         """Make the headers of a batch; see `ShardWriter.layout`."""
         self._put_batch(batch, _padded(batch.sizes) // BLOCK)
-        return self._buffer.data, self._payload.tolist()
+        return self._buffer.data, self._payload
 
     def _put_batch(self, batch: Batch, payload_blocks: Int64s) -> None:
         """Take a buffer and put headers into it, with so much room after each."""
-        names = _member_names(batch)
-        lengths = np.fromiter(map(len, names), np.int64, len(names))
+        names = _Names(batch)
         if len(batch.sizes) and int(batch.sizes.max()) > FORMAT.max_field_bytes:
             raise ShardError(f"a field of {int(batch.sizes.max())} bytes does not fit a tar header (limit 8 GiB)")
-        pax = _pax_bytes(lengths) // BLOCK
+        pax = _pax_bytes(names.lengths) // BLOCK
         member_blocks = pax + 1 + payload_blocks
         ends = np.cumsum(member_blocks)
         headers = ends - member_blocks + pax
@@ -197,7 +230,7 @@ class TarWriter:
         self._buffer = self._file.take(total * BLOCK)
         self._blocks = self._buffer[: total * BLOCK].reshape(-1, BLOCK)
         self._blocks[ends[payload_blocks > 0] - 1] = 0  # padding after each payload
-        self._put_headers(headers, names, lengths, batch.sizes, _FILE, _SUM["0"])
+        self._put_headers(headers, names.heads, batch.sizes, _FILE, _SUM["0"])
         if pax.any():
             long = np.flatnonzero(pax)
             self._put_pax(headers[long] - pax[long], [names[i] for i in long.tolist()])
@@ -208,24 +241,15 @@ class TarWriter:
     def _put_headers(
         self,
         at: Int64s,
-        names: list[bytes],
-        lengths: Int64s,
+        names: npt.NDArray[np.uint8],
         sizes: Int64s,
         template: npt.NDArray[np.uint8],
         fixed_sum: int,
     ) -> None:
-        field = np.zeros((len(names), NAME_BYTES), np.uint8)
-        short = np.minimum(lengths, NAME_BYTES)
-        joined = (
-            b"".join(names)
-            if len(lengths) == 0 or lengths.max() <= NAME_BYTES
-            else b"".join(name[:NAME_BYTES] for name in names)
-        )
-        field[np.arange(NAME_BYTES) < short[:, None]] = np.frombuffer(joined, np.uint8)
         size = _digits(sizes, _OCTAL_11)
-        sums = fixed_sum + field.sum(axis=1, dtype=np.int64) + size.sum(axis=1, dtype=np.int64)
+        sums = fixed_sum + names.sum(axis=1, dtype=np.int64) + size.sum(axis=1, dtype=np.int64)
         block = np.repeat(template[None], len(names), axis=0)
-        block[:, :NAME_BYTES] = field
+        block[:, :NAME_BYTES] = names
         block[:, _SIZE] = size
         block[:, _CHECKSUM] = _digits(sums, _OCTAL_6)
         block[:, 154] = 0
@@ -234,8 +258,8 @@ class TarWriter:
     def _put_pax(self, at: Int64s, names: list[bytes]) -> None:
         records = [_pax_record(name) for name in names]
         sizes = np.fromiter(map(len, records), np.int64, len(records))
-        same = [b"././@PaxHeader"] * len(records)
-        self._put_headers(at, same, np.full(len(records), len(same[0])), sizes, _PAX, _SUM["x"])
+        same = np.broadcast_to(_PAX_NAME, (len(records), NAME_BYTES))
+        self._put_headers(at, same, sizes, _PAX, _SUM["x"])
         for block, record in zip((at + 1).tolist(), records, strict=True):
             padded = record.ljust(-(-len(record) // BLOCK) * BLOCK, b"\0")
             self._buffer[block * BLOCK : block * BLOCK + len(padded)] = np.frombuffer(padded, np.uint8)
@@ -267,9 +291,10 @@ class TarWriter:
         """Write a batch piece by piece; see `ShardWriter.stream`."""
         del seen
         offsets = []
-        names = zip(_keys_of_files(batch), batch.fields, batch.sizes.tolist(), strict=True)
-        for i, (key, field, size) in enumerate(names):
-            one = Batch([key], np.array([0, 1]), [field], np.array([size]), np.array([-1]))
+        samples = np.repeat(np.arange(len(batch.keys)), np.diff(batch.first)).tolist()
+        for i, (sample, size) in enumerate(zip(samples, batch.sizes.tolist(), strict=True)):
+            key, field = batch.keys.part(sample, sample + 1), batch.field[i : i + 1]
+            one = Batch(key, np.array([0, 1]), batch.fields, field, batch.sizes[i : i + 1], np.array([-1]))
             self._put_batch(one, np.zeros(1, np.int64))
             self._commit()
             offsets.append(self._file.size)

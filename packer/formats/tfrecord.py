@@ -174,10 +174,7 @@ class _Batch:
 
     def __init__(self, batch: Batch, texts: Strings, take: Callable[[int], Buffer], *, room: bool) -> None:
         self.batch = batch
-        names = list(dict.fromkeys(batch.fields))
-        number = {name: i for i, name in enumerate(names)}
-        field = np.fromiter(map(number.__getitem__, batch.fields), np.int64, len(batch.fields))
-        key_bytes = np.fromiter(map(len, batch.keys), np.int64, len(batch.keys))
+        names, field, key_bytes = batch.fields, batch.field, batch.keys.lengths
         self.shape = shape = Shape(names, key_bytes, batch.first, field, batch.sizes)
         text = _text_numbers(batch.made_labels, texts)
         self.features = shape.features + texts.lengths[text]
@@ -192,7 +189,7 @@ class _Batch:
         pen = Pen(self.buffer, self.starts[:-1])
         self._put_heads(pen, records - HEAD - FOOT)
         pen.entry(KEY, key_bytes)
-        pen.strings(batch.keys)
+        pen.strings(batch.keys.slice(0, len(batch.keys)))
         at = (pen.at - ends[batch.first[:-1]])[shape.sample] + ends[:-1]
         self._put_files(at, names, field)
         tails = Pen(self.buffer, pen.at + all_entries)
@@ -207,7 +204,7 @@ class _Batch:
         pen.text(b"\x0a")
         pen.varint(self.features)
 
-    def _put_files(self, at: Int64s, names: list[str], field: Int64s) -> None:
+    def _put_files(self, at: Int64s, names: Sequence[str], field: Int64s) -> None:
         picture = np.zeros(len(field), bool)
         picture[self.shape.picture[self.shape.picture >= 0]] = True
         self.payload = np.zeros(len(field), np.int64)
@@ -219,7 +216,7 @@ class _Batch:
                     pen.entry(IMAGE if is_picture else utf8(name), self.batch.sizes[rows])
                     self.payload[rows] = pen.at
 
-    def _put_numbers(self, at: Int64s, names: list[str], field: Int64s) -> None:
+    def _put_numbers(self, at: Int64s, names: Sequence[str], field: Int64s) -> None:
         shape, keys = self.shape, self.batch.keys
         self.height, self.width, self.label = (np.zeros(len(at), np.int64) for _ in range(3))
         kind = np.where(shape.picture >= 0, field[shape.picture], -1) if len(field) else shape.picture
@@ -265,10 +262,10 @@ class TFRecordWriter:
         self._texts = _texts(about.classes)
         self._laid_out: _Batch | None = None
 
-    def layout(self, batch: Batch) -> tuple[memoryview, list[int]]:
+    def layout(self, batch: Batch) -> tuple[memoryview, Int64s]:
         """Write everything into a buffer that is known before the payloads; see `ShardWriter.layout`."""
         self._laid_out = _Batch(batch, self._texts, self._file.take, room=True)
-        return self._laid_out.buffer.data, self._laid_out.payload.tolist()
+        return self._laid_out.buffer.data, self._laid_out.payload
 
     def commit(self, seen: Seen, keep: Mask | None = None) -> Int64s:
         """Write the batch out; see `ShardWriter.commit`."""
@@ -306,11 +303,11 @@ class TFRecordWriter:
     def stream(self, batch: Batch, seen: Seen, read: ReadPiece) -> Int64s:
         """Write a batch piece by piece; see `ShardWriter.stream`. A picture is held whole, to see its size."""
         offsets: list[int] = []
-        for i, key in enumerate(batch.keys):
+        for i in range(len(batch.keys)):
             files = slice(*batch.first[i : i + 2].tolist())
             one = Batch(
-                [key], np.array([0, files.stop - files.start]), batch.fields[files], batch.sizes[files],
-                batch.made_labels[i : i + 1],
+                batch.keys.part(i, i + 1), np.array([0, files.stop - files.start]), batch.fields, batch.field[files],
+                batch.sizes[files], batch.made_labels[i : i + 1],
             )  # fmt: skip
             offsets += self._stream_one(one, files.start, seen.labels[i : i + 1], read)
         return np.array(offsets, np.int64)
