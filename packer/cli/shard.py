@@ -155,8 +155,9 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     """Pack SRC into shards in the folder OUT.
 
     SRC is a folder of pictures (one folder per class, train/val/test splits, sidecar files,
-    parallel images/ labels/ masks/ trees, or flat), or a packed dataset, or several packed
-    datasets to merge. Image bytes are packed as they are. Killed at any moment, the same
+    parallel images/ labels/ masks/ trees, or flat), or a packed dataset of any format, or shards
+    that others wrote (tar or TFRecord files, also with .gz), or a folder of parquet files with
+    pictures; several of these are merged. Image bytes are packed as they are. Killed at any moment, the same
     command goes on where it was and ends with the same bytes.
 
     \b
@@ -165,6 +166,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
       packer shard photos/ out/ --labels labels.csv --split 0.9,0.1
       packer shard out/ smaller/ --drop-keys withdrawn.txt
       packer shard part-a/ part-b/ all/
+      packer shard out/ records/ --format tfrecord
+      packer shard train-*.tfrecord.gz out/
     """
     from packer.cli.progress import PackBars
     from packer.examine import examine
@@ -175,7 +178,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         raise UsageError("--jpeg-quality is about pictures that --resize scales: give --resize as well")
     if options["single_file"] and ctx.get_parameter_source("shard_size") is ParameterSource.COMMANDLINE:
         raise UsageError("--single-file puts all samples of a split into one file: leave out --shard-size")
-    source = _source(options)
+    source = _source(ctx, options)
     pack_options = _pack_options(options)
     dropped = read_keys(options["drop_file"]) if options["drop_file"] else None
     choose = selection(
@@ -225,8 +228,10 @@ def _interruptible(out: str) -> Iterator[None]:
         raise
 
 
-def _source(options: dict[str, Any]) -> Source:
+def _source(ctx: click.Context, options: dict[str, Any]) -> Source:
+    from packer.foreign import as_packed, holds_shards
     from packer.manifest import FILE
+    from packer.parquet import holds_parquet
     from packer.sources.folder import FolderOptions, FolderSource
     from packer.sources.listing import Filter
     from packer.sources.packed import PackedSource
@@ -234,7 +239,8 @@ def _source(options: dict[str, Any]) -> Source:
     sources = options["src"]
     # nnU-Net's own dataset.json stands beside imagesTr/.
     packed = [
-        os.path.exists(os.path.join(path, FILE)) and not os.path.isdir(os.path.join(path, "imagesTr"))
+        (os.path.exists(os.path.join(path, FILE)) and not os.path.isdir(os.path.join(path, "imagesTr")))
+        or (options["layout"] is None and (holds_shards(path) or holds_parquet(path)))
         for path in sources
     ]
     out = os.path.realpath(options["out"])
@@ -248,16 +254,17 @@ def _source(options: dict[str, Any]) -> Source:
         for name in ("layout", "labels", "classes", "include", "exclude", "follow_symlinks"):
             if options[name]:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is about folders of files; {sources[0]} is a packed dataset"
+                    f"--{name.replace('_', '-')} is about folders of files; {sources[0]} holds packed samples"
                 )
-        return PackedSource(tuple(sources))
+        return PackedSource(ctx.with_resource(as_packed(sources, workers=options["workers"])), tuple(sources))
     if len(sources) == 1 and is_ct(options):
         return ct_source(options)
     refuse_ct_options(options)
     if len(sources) > 1:
         unpacked = [path for path, is_packed in zip(sources, packed, strict=True) if not is_packed]
         raise UsageError(
-            f"several sources are merged when each is a packed dataset; {unpacked[0]} has no {FILE}: pack it first"
+            f"several sources are merged when each is a packed dataset, or shards; {unpacked[0]} is neither: "
+            "pack it first"
         )
     return FolderSource(
         sources[0],

@@ -93,6 +93,13 @@ def bytes_entry(name: bytes, value: bytes) -> bytes:
     return _delimited(0x0A, _delimited(0x0A, name) + _delimited(0x12, lists))
 
 
+def int_entry(name: bytes, value: int) -> bytes:
+    """A whole feature of one number."""
+    buffer = np.zeros(NUMBER_BYTES, np.uint8)
+    Pen(buffer, np.zeros(1, np.int64)).number(np.array([value], np.int64))
+    return number_entry(name) + buffer.tobytes()
+
+
 def image_meta(field: str) -> bytes:
     """The features that say of which kind `image/encoded` is; the same for all pictures of one field."""
     name = image_format(field)

@@ -148,6 +148,20 @@ def masked_crc32c(data: bytes | memoryview) -> int:
     return int(masked(np.array([crc32c(data)], np.uint32))[0])
 
 
+def frame(features: bytes) -> bytes:
+    """The record of an Example of these features, each as `bytes_entry` or `int_entry` makes it."""
+    buffer = np.zeros(int(_record_bytes(np.array([len(features)]))[0]), np.uint8)
+    pen = Pen(buffer, np.zeros(1, np.int64))
+    length = np.array([len(buffer) - HEAD - FOOT], "<u8")
+    pen.words(length)
+    pen.words(_checksums([memoryview(length.tobytes())]))
+    pen.text(b"\x0a")
+    pen.varint(np.array([len(features)]))
+    pen.text(features)
+    pen.words(_checksums([buffer.data[HEAD:-FOOT]]))
+    return buffer.tobytes()
+
+
 def masked(checksums: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """Checksums as TFRecord stores them: rotated, and moved by a constant."""
     return ((checksums >> np.uint32(15)) | (checksums << np.uint32(17))) + np.uint32(_MASK_DELTA)

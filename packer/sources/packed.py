@@ -28,15 +28,17 @@ class PackedSource:
     Args:
         folders: packed datasets. Keys must differ; class lists are joined by name where packing
             made the labels, and must be equal otherwise.
+        titles: what to call them, where they only stand for something else.
 
     >>> PackedSource(("part-a/", "part-b/")).scan()                          # doctest: +SKIP
     """
 
     folders: tuple[str, ...]
+    titles: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """The folders."""
-        return ", ".join(self.folders)
+        return ", ".join(self.titles or self.folders)
 
     def reader(self) -> PackedReader:
         """A reader of the datasets' shards."""
@@ -53,9 +55,9 @@ class PackedSource:
         datasets = [Packed(folder) for folder in self.folders]
         if not any(len(packed) for dataset in datasets for packed in dataset.values()):
             raise SourceError(f"{' and '.join(self.folders)} hold no sample: nothing to pack")
-        made_cls = all("cls" not in d.manifest.fields or _made(d) for d in datasets) and any(
-            "cls" in d.manifest.fields for d in datasets
-        )
+        made_cls = all("cls" not in d.manifest.fields or _made(d) for d in datasets) and any(map(_labelled, datasets))
+        if not made_cls:
+            _refuse_losing_labels(datasets, self.titles or self.folders)
         classes, renumber = _join_classes(datasets, self.folders, made_cls=made_cls)
         names = sorted(
             {name for d in datasets for name in d.manifest.fields if not (made_cls and name == "cls")},
@@ -78,6 +80,21 @@ class PackedSource:
         if len(self.folders) > 1:
             _refuse_equal_keys(scan.keys)
         return scan
+
+
+def _refuse_losing_labels(datasets: Sequence[Packed], titles: Sequence[str]) -> None:
+    """Where labels are files, those that only an index knows would become nothing."""
+    for dataset, title in zip(datasets, titles, strict=False):
+        if "cls" not in dataset.manifest.fields and _labelled(dataset):
+            raise SourceError(
+                f"{title} has labels, but no field 'cls', and others have label files of their own: pack it by itself "
+                "first, which makes the field, and merge the result"
+            )
+
+
+def _labelled(dataset: Packed) -> bool:
+    """Whether any sample has a label: as a field, or (in shards of others) known to the index alone."""
+    return "cls" in dataset.manifest.fields or any(bool((s.rows["label"] >= 0).any()) for s in dataset.values())
 
 
 def _made(dataset: Packed) -> bool:
