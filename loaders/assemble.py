@@ -17,7 +17,7 @@ from loaders.engine_buffers import BufferPool, pinned_empty
 from loaders.engine_process import ProcessEngine
 from loaders.engine_thread import ThreadEngine
 from loaders.memory import MemorySource, budget_bytes, check_open_files
-from loaders.options import LoaderOptions
+from loaders.options import LoaderOptions, Settings
 from loaders.order import Mixture, Numbers, Order
 from loaders.samples import Samples
 from loaders.source import ConcatSource, PackedSource, Source
@@ -106,17 +106,19 @@ def _order_of_one(
     )
 
 
-def make_engine(options: LoaderOptions, recipe: Batches, pin: bool) -> Engine:
-    """The engine for these options.
+def settings_for(options: LoaderOptions, recipe: Batches) -> Settings:
+    """Workers, engine and prefetch for these options; what is "auto" is settled in `loaders.auto`."""
+    theirs = {"transform": not recipe.samples.ours, "collate_fn": options.collate_fn is not None}
+    foreign = [name for name, is_theirs in theirs.items() if is_theirs]
+    return settle(recipe.samples.source, options, foreign)
 
-    What is "auto" is settled in `loaders.auto`.
+
+def make_engine(options: LoaderOptions, settings: Settings, recipe: Batches, pin: bool) -> Engine:
+    """The engine for these settings.
 
     Raises:
         UsageError: a foreign transform in threads.
     """
-    theirs = {"transform": not recipe.samples.ours, "collate_fn": options.collate_fn is not None}
-    foreign = [name for name, is_theirs in theirs.items() if is_theirs]
-    settings = settle(recipe.samples.source, options, foreign)
     workers, name, prefetch = settings.num_workers, settings.engine, settings.prefetch
     if name == "thread" and not recipe.samples.ours:
         raise UsageError(

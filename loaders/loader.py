@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from loaders.assemble import make_engine, make_order, make_recipe, preloaded
+from loaders.assemble import make_engine, make_order, make_recipe, preloaded, settings_for
 from loaders.batches import Made
 from loaders.device import DeviceRun, Normalizer, map_tensors
 from loaders.engine import Run
@@ -41,6 +41,7 @@ class Loader:
     Attributes:
         source: where the samples are.
         options: what was asked for.
+        settings: workers, engine and prefetch, "auto" settled.
         skipped: the samples left out of this epoch under `on_error="skip"`, as errors that say why.
 
     Example:
@@ -58,7 +59,8 @@ class Loader:
         self._order = make_order(source, options)
         self._opened = source
         self._pin = _pin(options)
-        self._engine = make_engine(options, self._recipe, self._pin)
+        self.settings = settings_for(options, self._recipe)
+        self._engine = make_engine(options, self.settings, self._recipe, self._pin)
         self._next = Position(0, 0)
         self._progress: _Progress | None = None
         self._iteration: weakref.ref[Iteration] | None = None

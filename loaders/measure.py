@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from packer.errors import MeasurementError, PackerError
@@ -119,10 +120,12 @@ def time_each(
     cpus: list[float] = []
     begun = clock.wall()
     for i in range(count):
-        wall, cpu = clock.wall(), clock.cpu()
+        queued, wall, cpu = clock.queued(), clock.wall(), clock.cpu()
         function(i)
         cpus.append(clock.cpu() - cpu)
         walls.append(clock.wall() - wall)
+        # Waiting for a CPU that another program has is not the function's own.
+        walls[-1] = max(walls[-1] - (clock.queued() - queued), cpus[-1])
         if clock.wall() - begun > budget_s:
             break
     return timing(walls, cpus)
@@ -137,6 +140,12 @@ def one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def copy_bandwidth(nbytes: int = 64 << 20) -> float:
+    """Bytes a second that one thread copies from memory to memory; takes some 30 ms."""
+    source, target = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+    return nbytes / max(time_each(lambda _: np.copyto(target, source), 3, warm_up=1).median_s, 1e-9)
 
 
 # ---------------------------------------------------------------- steps

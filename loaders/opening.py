@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from loaders import folder_loader, webds_loader
 from loaders.loader import Loader
+from loaders.make import LoaderMaker
 from loaders.options import EngineName
 from loaders.subject import Subject, load_factory, subject_of
 from loaders.transforms import EvalCrop, TrainCrop
 from packer import manifest
 from packer.errors import UsageError
+
+#: The loader module of each format but tar.
+_LOADERS = {"hdf5": "hdf5", "tfrecord": "tfrecord"}
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,10 @@ def open_loader(path: str, how: Reading) -> Loader:
         transform = TrainCrop(how.size) if how.split == "train" else EvalCrop(how.size)
     else:
         transform = None if how.transform == "none" else _named(how.transform)
-    packed = os.path.exists(os.path.join(path, manifest.FILE))
-    make_loader = webds_loader.make_loader if packed else folder_loader.make_loader
+    name = "folder"
+    if os.path.exists(os.path.join(path, manifest.FILE)):
+        name = _LOADERS.get(manifest.Manifest.load(path).format, "webds")
+    make_loader: LoaderMaker = importlib.import_module(f"loaders.{name}_loader").make_loader
     return make_loader(path, split=how.split, batch_size=how.batch_size, transform=transform, engine=how.engine,
                        normalize="imagenet" if how.normalize else None)
 

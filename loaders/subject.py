@@ -45,6 +45,10 @@ class Subject(Protocol):
         """Samples in a batch, where that is known beforehand."""
         ...
 
+    def current(self) -> Settings | None:
+        """The settings that the loader has as it is; None: it is yet to be made."""
+        ...
+
     def for_trials(self) -> Subject:
         """The same with batches small enough to be timed quickly, where the batch size can be chosen."""
         ...
@@ -85,6 +89,10 @@ class OwnSubject:
         ours = is_ours(options.transform) and options.collate_fn is None
         return ("thread", "process") if ours else ("process",)
 
+    def current(self) -> Settings:
+        """See `Subject`."""
+        return self.loader.settings
+
     def for_trials(self) -> OwnSubject:
         """See `Subject`."""
         return OwnSubject(self.loader, min(self.batch_size, _TRIAL_BATCH))
@@ -124,6 +132,10 @@ class TorchSubject:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
         self.batch_size: int | None = loader.batch_size
+
+    def current(self) -> Settings:
+        """See `Subject`."""
+        return Settings(self.loader.num_workers, None, self.loader.prefetch_factor)
 
     def for_trials(self) -> Subject:
         """The batch size is the loader's."""
@@ -171,6 +183,9 @@ class FactorySubject:
         if "num_workers" not in self._takes:
             raise UsageError(f"{_name(factory)} must take num_workers, to be tried with several; "
                              f"it takes {', '.join(self._takes) or 'nothing'}")
+
+    def current(self) -> None:
+        """None: the function is asked for the settings, and not the other way round."""
 
     @property
     def engines(self) -> tuple[EngineName | None, ...]:

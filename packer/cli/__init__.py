@@ -30,6 +30,7 @@ COMMANDS = {
     "stats": "Count classes and sizes, measure channel means.",
     "view": "Write one HTML page that shows the dataset.",
     "tune": "Find how many workers keep the GPU fed, and say why.",
+    "doctor": "Say why the GPU is idle, and what would help.",
 }
 
 #: Exit statuses as a shell gives them to a program that such a signal ended.
