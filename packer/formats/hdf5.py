@@ -126,14 +126,14 @@ class Hdf5Writer:
         head[:HEAD] = 0
         self._file.write(head, HEAD)
 
-    def layout(self, batch: Batch) -> tuple[memoryview, list[int]]:
+    def layout(self, batch: Batch) -> tuple[memoryview, Int64s]:
         """Make room for a batch; see `ShardWriter.layout`."""
         self._batch = batch
         ends = np.cumsum(np.maximum(batch.sizes, 1))
         self._starts = np.concatenate([np.zeros(1, np.int64), ends])
         self._buffer = self._file.take(int(self._starts[-1]))
         self._buffer[self._starts[:-1][batch.sizes == 0]] = 0
-        return self._buffer.data, self._starts[:-1].tolist()
+        return self._buffer.data, self._starts[:-1]
 
     def commit(self, seen: Seen, keep: Mask | None = None) -> Int64s:
         """Write the batch out; see `ShardWriter.commit`."""
@@ -155,17 +155,16 @@ class Hdf5Writer:
             self._buffer[:used] = self._buffer[: len(kept_bytes)][kept_bytes]
         self._table.add(batch, seen, keep, offsets - HEAD)
         for field in self._table.arrays(batch.fields, _is_array):
-            for i in np.flatnonzero(offsets >= 0).tolist():
-                if batch.fields[i] == field:
-                    begin = int(starts[i])
-                    self._table.see_array(field, bytes(self._buffer[begin : begin + min(int(batch.sizes[i]), 4096)]))
+            for i in np.flatnonzero((offsets >= 0) & (batch.field == batch.fields.index(field))).tolist():
+                begin = int(starts[i])
+                self._table.see_array(field, bytes(self._buffer[begin : begin + min(int(batch.sizes[i]), 4096)]))
         self._file.write(self._buffer, used)
         return offsets
 
     def stream(self, batch: Batch, seen: Seen, read: ReadPiece) -> Int64s:
         """Write a batch piece by piece; see `ShardWriter.stream`."""
         offsets = []
-        for i, (field, size) in enumerate(zip(batch.fields, batch.sizes.tolist(), strict=True)):
+        for i, (field, size) in enumerate(zip(batch.field.tolist(), batch.sizes.tolist(), strict=True)):
             offsets.append(self._file.size)
             for begin in range(0, max(size, 1), _PIECE_BYTES):
                 used = min(_PIECE_BYTES, size - begin)
@@ -173,8 +172,8 @@ class Hdf5Writer:
                 buffer[:1] = 0
                 if used:
                     read(i, begin, buffer.data[:used])
-                if begin == 0 and _is_array(field):
-                    self._table.see_array(field, bytes(buffer[: min(used, 4096)]))
+                if begin == 0 and _is_array(batch.fields[field]):
+                    self._table.see_array(batch.fields[field], bytes(buffer[: min(used, 4096)]))
                 self._file.write(buffer, max(used, 1))
         absolute = np.array(offsets, np.int64)
         self._table.add(batch, seen, None, absolute - HEAD)

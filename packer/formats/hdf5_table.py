@@ -46,17 +46,15 @@ class Table:
         """Note the samples of a batch that were kept, and where in /data (per file, of kept ones) each field is."""
         kept = np.ones(len(batch.keys), bool) if keep is None else keep
         number = len(self._keys) + np.cumsum(kept) - 1
-        files = np.flatnonzero(np.repeat(kept, np.diff(batch.first)))
-        samples = np.repeat(number, np.diff(batch.first))[files].tolist()
-        for i, sample, offset, length in zip(
-            files.tolist(), samples, offsets[files].tolist(), batch.sizes[files].tolist(), strict=True
-        ):
-            column = self._columns.get(batch.fields[i])
-            if column is None:
-                column = self._columns[batch.fields[i]] = _Column()
-            column.sample.append(sample)
-            column.offset.append(offset)
-            column.length.append(length)
+        kept_files = np.repeat(kept, np.diff(batch.first))
+        samples = np.repeat(number, np.diff(batch.first))
+        for number_of_field, name in enumerate(batch.fields):
+            files = np.flatnonzero(kept_files & (batch.field == number_of_field))
+            if len(files):
+                column = self._columns.setdefault(name, _Column())
+                column.sample.extend(samples[files].tolist())
+                column.offset.extend(offsets[files].tolist())
+                column.length.extend(batch.sizes[files].tolist())
         self._keys += [key for key, good in zip(batch.keys, kept.tolist(), strict=True) if good]
         self._labels.extend(seen.labels[kept].tolist())
         self._heights.extend(seen.image_sizes[kept, 0].tolist())
