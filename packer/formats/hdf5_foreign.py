@@ -8,7 +8,8 @@ Three layouts are recognised, links and files elsewhere refused:
 
 Encoded files (uint8 of varying length, or opaque) become the field that their first bytes tell. uint8 arrays of
 (h, w), (h, w, 1), (h, w, 3) or (h, w, 4) become `png`, which loses nothing; texts `txt`; other numbers `npy`. Whole
-numbers called like a label are the label. Where a field is not its sample's only one of a kind, its dataset's name comes first.
+numbers called like a label are the label. Where a field is not its sample's only one of a kind, its dataset's name
+comes first.
 """
 
 from __future__ import annotations
