@@ -5,6 +5,7 @@ tests. Nothing outside `packer.formats` knows a container. Who needs what of it:
 
 - packing (`packer.shard`): `writer` and its `ShardWriter`; planning: `sample_bytes` and `overhead`;
 - indexing strangers' shards (`packer.indexing`) and `packer verify`: `walk`;
+- converting strangers' shards (`packer.foreign`): `write_out`, then `walk`;
 - finding shards (`packer.patterns`): `suffix`, `suffixes`, `packed_suffixes` and `recognises`;
 - finishing (`packer.finish`): `beside` and `sidecars`, the files that other readers want beside the shards. They are
   written after index and names, before `dataset.json`, which holds their checksums: `verify` and a repeated run
@@ -189,6 +190,17 @@ class Format(Protocol):
 
     def recognises(self, head: bytes) -> bool:
         """Whether a file that begins with these bytes (up to `HEAD_BYTES`) is such a shard."""
+        ...
+
+    def write_out(self, path: str, target: str) -> bool:
+        """Write a stranger's shard whose samples are no byte ranges to `target`, as one whose are.
+
+        Returns:
+            False, with nothing written, where `walk` reads the shard as it is.
+
+        Raises:
+            ShardError: damaged, or its samples cannot be told.
+        """
         ...
 
     def walk(self, path: str, skipped: MutableMapping[str, int] | None = None) -> Iterator[FoundSample]:

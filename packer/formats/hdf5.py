@@ -78,6 +78,12 @@ class Hdf5Format:
         """Whether a superblock's signature stands where it may."""
         return any(head.startswith(objects.SIGNATURE, at) for at in (0, 512, 1024, 2048))
 
+    def write_out(self, path: str, target: str) -> bool:
+        """Write a stranger's file out as a shard of our schema; see `packer.formats.hdf5_foreign`."""
+        from packer.formats import hdf5_foreign
+
+        return hdf5_foreign.is_foreign(path) and hdf5_foreign.write_out(path, target) > 0
+
     def walk(self, path: str, skipped: MutableMapping[str, int] | None = None) -> Iterator[FoundSample]:
         """Every sample of a shard by its own headers; see `Format.walk`."""
         from packer.formats.hdf5_reader import walk

@@ -29,6 +29,7 @@ from packer.formats.base import NOTHING, Batch, Seen
 from packer.formats.hdf5 import Hdf5Writer
 from packer.formats.hdf5_reader import H5PY_RAISES, is_ours, open_file
 from packer.sample import bad_fields, escape_key, printable, split_extension
+from packer.strings import Strings
 
 LABELS = frozenset(("label", "labels", "target", "targets", "class", "classes", "cls", "y"))
 KEYS = frozenset(("key", "keys", "id", "ids", "name", "names", "filename", "filenames", "path", "paths"))
@@ -76,9 +77,9 @@ def write_out(path: str, target: str) -> int:
 def _write(writer: Hdf5Writer, key: bytes, fields: Fields, label: int) -> None:
     sizes = np.array([len(data) for data in fields.values()], np.int64)
     labels = np.array([label], np.int64)
-    batch = Batch([key], np.array([0, len(fields)]), list(fields), sizes, labels)
+    batch = Batch(Strings.of([key]), np.array([0, len(fields)]), list(fields), np.arange(len(fields)), sizes, labels)
     buffer, places = writer.layout(batch)
-    for place, data in zip(places, fields.values(), strict=True):
+    for place, data in zip(places.tolist(), fields.values(), strict=True):
         buffer[place : place + len(data)] = data
     writer.commit(Seen(labels, np.full((1, 2), -1, np.int32)))
 

@@ -106,6 +106,11 @@ class TarFormat:
 
         return is_header(head[:BLOCK])
 
+    def write_out(self, path: str, target: str) -> bool:
+        """Fields are byte ranges, whoever wrote them; see `Format.write_out`."""
+        del path, target
+        return False
+
     def walk(self, path: str, skipped: MutableMapping[str, int] | None = None) -> Iterator[FoundSample]:
         """Every sample of a shard by its own headers; see `Format.walk`."""
         from packer.formats.tar_reader import group_samples, iter_members

@@ -103,6 +103,11 @@ class TFRecordFormat:
         """Whether the first bytes are a length and its checksum."""
         return len(head) >= HEAD and masked_crc32c(head[:8]) == int.from_bytes(head[8:HEAD], "little")
 
+    def write_out(self, path: str, target: str) -> bool:
+        """Fields are byte ranges, whoever wrote them; see `Format.write_out`."""
+        del path, target
+        return False
+
     def walk(self, path: str, skipped: MutableMapping[str, int] | None = None) -> Iterator[FoundSample]:
         """Every sample of a shard by its own records; see `Format.walk`. Both checksums of each are compared."""
         from packer.formats.tfrecord_reader import iter_samples
