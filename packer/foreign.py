@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from packer.engines import Report
 from packer.errors import DamagedShardError, OutputError, SourceError, UsageError
-from packer.formats import all_formats
+from packer.formats import all_formats, get_format
 from packer.formats.base import HEAD_BYTES
 from packer.indexing import index_folder
 from packer.manifest import FILE
@@ -136,7 +136,9 @@ def _provide(files: Sequence[str], target: str) -> None:
     for file in files:
         name = os.path.basename(file)
         if not name.lower().endswith(packed):
-            os.symlink(os.path.abspath(file), os.path.join(target, name))
+            kind = _by_name(name) or _by_content(file)
+            if kind is None or not get_format(kind).write_out(file, os.path.join(target, name)):
+                os.symlink(os.path.abspath(file), os.path.join(target, name))
             continue
         ending = next((ending for ending in _GZIP_ENDINGS if name.lower().endswith(ending)), None)
         if ending is None:

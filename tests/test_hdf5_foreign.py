@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from click.testing import Result
 from PIL import Image
 
 from packer.errors import ShardError
 from packer.formats.hdf5 import FORMAT
 from packer.formats.hdf5_foreign import write_out
+from packer.packed import Packed
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (5, 6, 7, 3), np.uint8)
@@ -142,6 +145,20 @@ def test_what_cannot_be_told_is_refused_with_shapes(tmp_path: Path) -> None:
                 file[name] = value
         with pytest.raises(ShardError, match=words):
             samples(tmp_path / "a.h5")
+
+
+def test_packer_shard_takes_it_as_a_source(tmp_path: Path, run_packer: Callable[..., Result]) -> None:
+    (tmp_path / "src").mkdir()
+    for split in ("train", "test"):
+        with h5py.File(tmp_path / "src" / f"{split}.h5", "w") as file:
+            file.create_dataset("images", data=IMAGES, compression="gzip")
+            file["labels"] = LABELS
+    run_packer("shard", tmp_path / "src", tmp_path / "out", "--no-shuffle")
+    dataset = Packed(tmp_path / "out")
+    assert sorted(dataset) == ["test", "train"]
+    assert dataset["test"].rows["label"].tolist() == LABELS.tolist()
+    assert np.array_equal(pixels(dataset["test"].read(2, "png") or b""), IMAGES[2])
+    assert "convert it with 'packer shard'" in run_packer("index", tmp_path / "src", exit_code=1).stderr
 
 
 def test_a_cut_or_foreign_file_is_an_error(tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ class _Samples:
                 f"{printable(path)}: an HDF5 file of another schema: its samples cannot be told; "
                 "convert it with 'packer shard'"
             )
+        if "virtual" in file.attrs:
+            raise ShardError(
+                f"{printable(path)}: shows the shards beside it as one file and holds no sample itself: name those "
+                "shards by a pattern, or the whole dataset by its folder"
+            )
         if int(file.attrs["schema"]) != SCHEMA:
             raise ShardError(f"{printable(path)}: schema {file.attrs['schema']}, this packer reads {SCHEMA}: update it")
         data = self._contiguous(file, "data", "u1")
