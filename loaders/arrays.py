@@ -142,11 +142,13 @@ class ArrayTransform:
             raise UsageError("normalize is for 8-bit pictures; a Window gives values in [0, 1]")
         return self._write([None if one is None else npy.view(npy.plain(one)) for one in self._parts(data)], out, rng)
 
-    def take(self, data: Buffer | Sequence[Buffer | None], rng: SampleRng) -> tuple[torch.Tensor, Crop]:
-        """As `into`, in a new tensor: float32 with windows, else of the stored type."""
+    def take(
+        self, data: Buffer | Sequence[Buffer | None], rng: SampleRng, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, Crop]:
+        """As `into`, in a new tensor: float32 with windows, else of the type given, or if it is None the stored one."""
         arrays = [None if one is None else npy.view(npy.plain(one)) for one in self._parts(data)]
         first = next(array for array in arrays if array is not None)
-        out = torch.empty(self.shape_of(first.shape), dtype=self.dtype_of(first.dtype))
+        out = torch.empty(self.shape_of(first.shape), dtype=dtype or self.dtype_of(first.dtype))
         return out, self._write(arrays, out, rng)
 
     def __call__(self, data: Buffer | Sequence[Buffer | None], rng: SampleRng) -> torch.Tensor:
@@ -271,7 +273,8 @@ def first_array(source: Source, name: str) -> tuple[npy.NpyHeader | None, bool]:
     """The header of a source's first readable array, and whether the others seem to be of the same shape.
 
     That is so where the index knows their heights and widths and these are equal, or where plain arrays take
-    equally many bytes.
+    equally many bytes. Where it is int16 and some of the others take more bytes a pixel, float32 stands in the header:
+    slices whose rescaling was not whole are stored so, and it holds the values of both.
 
     Args:
         source: the samples.
@@ -289,9 +292,11 @@ def first_array(source: Source, name: str) -> tuple[npy.NpyHeader | None, bool]:
         except PackerError:  # whoever reads this sample hears of it
             continue
         heights, widths = (source.column(name).astype(np.int64) for name in ("height", "width"))
-        known = len(header.shape) == 2 and bool(np.all(heights > 0))
+        known, packed = len(header.shape) == 2 and bool(np.all(heights > 0)), part.endswith(".zst")
+        if known and not packed and header.dtype.kind == "i" and np.any(lengths >= 4 * heights * widths):
+            header = header._replace(dtype=np.dtype(np.float32))
         same = _all_equal(heights) and _all_equal(widths)
-        return header, same if known else _all_equal(lengths[lengths >= 0]) and not part.endswith(".zst")
+        return header, same if known else _all_equal(lengths[lengths >= 0]) and not packed
     return None, False
 
 

@@ -306,7 +306,7 @@ class Samples:
                 return self._normalized(cast(Any, self._adapted)(data)), None, data
         shape = self.output_shape
         if shape is None and isinstance(self._crop, ArrayTransform):
-            return *self._crop.take(data, sample_rng(self.seed, epoch, number)), data
+            return *self._crop.take(data, sample_rng(self.seed, epoch, number), self.dtype), data
         if shape is None:
             return self._normalized(self._crop(data, sample_rng(self.seed, epoch, number))), None, data
         if out is None:
