@@ -20,7 +20,7 @@ from packer.errors import ManifestError, ShardError, UnsafeNameError, UsageError
 from packer.index import Rows
 from packer.packed import Packed, PackedSplit
 from packer.safe_tree import WORK_NAME, Place, Tree, unsafe
-from packer.sample import printable
+from packer.sample import is_picture_array, printable
 from packer.strings import Int64s, Strings, repeated
 
 _SHOWN = 20
@@ -177,7 +177,7 @@ class _Files:
         columns: list[list[Int64s]] = [[], [], [], []]
         paths: list[Strings] = []
         made = 0
-        for name, column in zip(packed.fields, packed.names.paths, strict=True):
+        for name, column in zip(packed.fields, _paths(packed), strict=True):
             has_path = column.lengths[samples] > 0
             present = rows[f"{name}:length"] >= 0
             made += int(np.count_nonzero(present & ~has_path))
@@ -220,6 +220,15 @@ class _Files:
                     self.packed, number, work, self.sample[part], self.offset[part], self.length[part],
                     self.crc32c[part], paths,
                 )  # fmt: skip
+
+
+def _paths(packed: PackedSplit) -> tuple[Strings, ...]:
+    """Where each field's file goes: its original path; CT, whose paths are not kept, `key.field`."""
+    columns = packed.names.paths
+    if any(column.lengths.any() for column in columns) or not any(map(is_picture_array, packed.fields)):
+        return columns
+    keys = list(packed.names.keys)
+    return tuple(Strings.of(key + b"." + field.encode() for key in keys) for field in packed.fields)
 
 
 def _check_names(folder: str, parts: list[_Files]) -> None:

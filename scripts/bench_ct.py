@@ -152,6 +152,7 @@ class DicomReader:
         self.paths = sorted((work / "dicom").glob("*/*.dcm"))
 
     def __call__(self, number: int) -> np.ndarray[Any, Any]:
+        """One slice."""
         import pydicom
 
         head = pydicom.dcmread(self.paths[number])
@@ -165,6 +166,7 @@ class NpyReader:
         self.paths = sorted((work / "npy").glob("*.npy"))
 
     def __call__(self, number: int) -> np.ndarray[Any, Any]:
+        """One slice."""
         return np.load(self.paths[number])
 
 
@@ -175,6 +177,7 @@ class Hdf5Reader:
         self.path, self.dense = work / "slices.h5", None
 
     def __call__(self, number: int) -> np.ndarray[Any, Any]:
+        """One slice."""
         if self.dense is None:
             import h5py
 
@@ -182,8 +185,10 @@ class Hdf5Reader:
         return self.dense[number]
 
 
-def by_torch(count: int, read: Callable[[int], np.ndarray[Any, Any]], batch: int, workers: int) -> Callable[[], Batches]:
-    """torch's own DataLoader, its workers kept from epoch to epoch."""
+def by_torch(
+    count: int, read: Callable[[int], np.ndarray[Any, Any]], batch: int, workers: int
+) -> Callable[[], Batches]:
+    """The DataLoader of torch, its workers kept from epoch to epoch."""
     loader = DataLoader(Slices(count, read), batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
     return lambda: iter(loader)
 
@@ -302,9 +307,11 @@ def main() -> None:
     mine = statistics.median(rates["packer"])
     for name, values in rates.items():
         middle = statistics.median(values)
-        print(f"{name:16}{middle:>8,.0f} slices/s  ({min(values):,.0f}–{max(values):,.0f}), packer {mine / middle:.2f}×")
+        spread = f"({min(values):,.0f}–{max(values):,.0f})"
+        print(f"{name:16}{middle:>8,.0f} slices/s  {spread}, packer {mine / middle:.2f}×")
     if args.json:
-        args.json.write_text(json.dumps({"slices_per_s": rates, "cores": len(os.sched_getaffinity(0))}, indent=1) + "\n")
+        report = {"slices_per_s": rates, "cores": len(os.sched_getaffinity(0))}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from loaders.transforms import CenterCrop, RandomCrop, Slab, TrainCrop, Window, 
 from loaders.webds_loader import make_loader
 from loaders.windowing import bounds, write_windows
 from packer import npy
-from packer.errors import CollateError, SampleError, UsageError
+from packer.errors import SampleError, UsageError
 from packer.verify import verify
 
 SOFT = (40.0, 400.0)
