@@ -447,3 +447,29 @@ def test_an_empty_archive_says_what_it_holds(tmp_path: Path) -> None:
     write(read(TEST_FILES / "MR_small.dcm"), tmp_path / "in" / "a.dcm")
     result = shard(tmp_path / "in", tmp_path / "out", code=1)
     assert "NoSlices" in result.stderr and "not a CT image" in result.stderr
+
+
+def test_a_packed_dataset_keeps_series_whole_and_patients_apart_when_packed_again(tmp_path: Path) -> None:
+    for patient in range(8):
+        for number in range(2):
+            make_series(
+                tmp_path / "in" / f"{patient}/{number}", 3, patient=f"P{patient}", series=f"1.{patient}.{number}"
+            )
+    shard(tmp_path / "in", tmp_path / "out")
+    run("shard", tmp_path / "out", tmp_path / "again", "--split", "0.5,0.5", "--shard-samples", 4, "--workers", 1)
+    sides: dict[str, set[str]] = {}
+    homes: dict[str, set[str]] = {}
+    for tar in (tmp_path / "again").glob("*.tar"):
+        for name, data in read_tar(tar):
+            homes.setdefault(name[:16], set()).add(tar.name)
+            if name.endswith("json"):
+                sides.setdefault(json.loads(data)["patient"], set()).add(tar.name.split("-")[0])
+    assert len(sides) == 8 and all(len(side) == 1 for side in sides.values())
+    assert len(homes) == 16 and all(len(home) == 1 for home in homes.values())
+    for split in Packed(str(tmp_path / "again")).values():
+        keys = [key.decode() for key in split.names.keys]
+        assert [int(key[-5:]) for key in keys] == split.rows["slice"].tolist()
+        assert len({(key[:16], number) for key, number in zip(keys, split.rows["series"].tolist(), strict=True)}) == len(
+            {key[:16] for key in keys}
+        )
+    run("verify", tmp_path / "again")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from crc32c import crc32c
@@ -151,7 +153,34 @@ def _scan_split(packed: PackedSplit, fields: Sequence[str], dataset: int, split:
         layout="packed",
         rule="",
         locators=locators,
+        **_series_columns(packed),
     )
+
+
+def _series_columns(packed: PackedSplit) -> dict[str, Any]:
+    """Of CT data: which samples belong together, in which order, and whose they are; {} for all other data."""
+    rows = packed.rows
+    if not {"series", "slice"} <= set(rows.dtype.names or ()):
+        return {}
+    unit = rows["series"].astype(np.int64)
+    _, heads, member = np.unique(unit, return_index=True, return_inverse=True)
+    patients = Strings.of([_patient(packed, head) for head in heads.tolist()])
+    return {"unit": unit, "number": rows["slice"].astype(np.int64), "group": patients.take(member.ravel())}
+
+
+def _patient(packed: PackedSplit, sample: int) -> bytes:
+    """The hash of a sample's patient, b"" where it is not known."""
+    if "json" not in packed.fields or packed.rows["json:length"][sample] < 0:
+        return b""
+    row = packed.rows[sample]
+    data = bytearray(int(row["json:length"]))
+    packed.read_into(int(row["shard"]), int(row["json:offset"]), memoryview(data))
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return b""
+    patient = value.get("patient") if isinstance(value, dict) else None
+    return patient.encode("utf-8", "surrogateescape") if isinstance(patient, str) else b""
 
 
 def _field_entries(
@@ -183,6 +212,13 @@ def _concatenate(
     first = [np.zeros(1, np.int64)]
     for part in parts:
         first.append(part.first[1:] + first[-1][-1])
+    together: dict[str, Any] = {}
+    if any(part.unit is not None for part in parts):
+        together = {
+            "unit": np.concatenate(_distinct_units(parts)),
+            "number": np.concatenate([np.zeros(len(p), np.int64) if p.number is None else p.number for p in parts]),
+            "group": Strings.concatenate([p.keys if p.group is None else p.group for p in parts]),
+        }
     return Scan(
         fields=fields,
         paths=Strings.concatenate([p.paths for p in parts]),
@@ -198,7 +234,18 @@ def _concatenate(
         layout="packed",
         rule="the source has a dataset.json" if count == 1 else f"each of the {count} sources has a dataset.json",
         locators=Strings.concatenate([p.locators for p in parts if p.locators is not None]),
+        **together,
     )
+
+
+def _distinct_units(parts: Sequence[Scan]) -> list[Int64s]:
+    """Numbers of units, no two datasets sharing one; a sample without is one of its own."""
+    units, free = [], 0
+    for part in parts:
+        numbers = np.arange(len(part)) if part.unit is None else np.unique(part.unit, return_inverse=True)[1].ravel()
+        units.append(numbers + free)
+        free += int(numbers.max()) + 1 if len(numbers) else 0
+    return units
 
 
 def _refuse_bad_keys(packed: PackedSplit) -> None:
