@@ -469,7 +469,6 @@ def test_a_packed_dataset_keeps_series_whole_and_patients_apart_when_packed_agai
     for split in Packed(str(tmp_path / "again")).values():
         keys = [key.decode() for key in split.names.keys]
         assert [int(key[-5:]) for key in keys] == split.rows["slice"].tolist()
-        assert len({(key[:16], number) for key, number in zip(keys, split.rows["series"].tolist(), strict=True)}) == len(
-            {key[:16] for key in keys}
-        )
+        series = {(key[:16], number) for key, number in zip(keys, split.rows["series"].tolist(), strict=True)}
+        assert len(series) == len({key[:16] for key in keys})
     run("verify", tmp_path / "again")

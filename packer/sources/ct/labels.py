@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from packer.errors import SourceError
-from packer.sample import split_extension
-from packer.sources.labels import Labels, read_classes
+from packer.errors import SourceError, UsageError
+from packer.sample import printable, split_extension
+from packer.sources.labels import Labels, class_numbers, read_classes
 from packer.strings import Int64s
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class SliceLabels:
         self, labels: Labels | None, classes: tuple[str, ...] | None, texts: list[bytes], of: list[int]
     ) -> None:
         self._labels, self._texts, self._of = labels, texts, of
+        self._numbers: dict[int, int] = {}
         self.given = labels is not None
         self.classes = labels.classes if labels is not None else classes
 
@@ -43,16 +44,29 @@ class SliceLabels:
         """
         fixed = read_classes(options.classes) if options.classes else None
         if options.labels is None:
-            return SliceLabels(None, fixed, [], [])
+            return SliceLabels._of_folders(table, fixed)
         labels = Labels.read(options.labels, fixed, names=_HEADERS[options.label_key], label_column=options.label_col)
         texts, of = _texts(options.label_key, table)
         labels.match(texts)
         return SliceLabels(labels, fixed, texts, of)
 
+    @staticmethod
+    def _of_folders(table: Table, fixed: tuple[str, ...] | None) -> SliceLabels:
+        """Labels by the folders that are classes, where the layout has them."""
+        labels = SliceLabels(None, fixed, [], table.file.tolist())
+        if table.labels:
+            labels.given = True
+            labels.classes = fixed or tuple(sorted(set(table.labels.values())))
+            numbers = class_numbers(labels.classes)
+            if unknown := sorted(set(table.labels.values()) - numbers.keys()):
+                raise UsageError(f"--classes lacks the folder(s) {', '.join(map(printable, unknown[:5]))}")
+            labels._numbers = {file: numbers[name] for file, name in table.labels.items()}
+        return labels
+
     def of(self, member: int, problem: Callable[[int, str], None]) -> int | None:
         """The label of a slice, −1 for none; None (and a problem) where the file of labels should say and does not."""
         if self._labels is None:
-            return -1
+            return self._numbers.get(self._of[member], -1) if self._numbers else -1
         try:
             return self._labels.of(self._texts[self._of[member]])
         except SourceError as error:

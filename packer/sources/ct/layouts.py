@@ -47,17 +47,19 @@ def looks_like_ct(root: str) -> bool:
 
     Pictures that are exported slices look like any others: for these, `--layout png16` must be given.
     """
-    pictures = ct = opened = 0
+    pictures = ct = arrays = opened = 0
     for path, name in _first_files(os.fsencode(root)):
         lower = name.lower()
         if lower.endswith(_OBVIOUS) or slice_of_npz(name):
             ct += 1
         elif lower.endswith(_PICTURES):
             pictures += 1
+        elif lower.endswith(b".npy"):
+            arrays += 1
         elif not lower.endswith(_OTHER) and opened < _OPEN_AT_MOST:
             opened += 1
             ct += _has_preamble(path)
-    return ct > 0 and ct >= pictures
+    return (ct > 0 and ct >= pictures) or (arrays > 0 and not pictures)
 
 
 def _has_preamble(path: bytes) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,22 @@ from packer.sources.ct.options import CtOptions, compress
 from packer.sources.ct.place import Place
 from packer.sources.ct.record import encode_record, slice_record, volume_record
 from packer.sources.ct.slices import NotASliceError, Plane
-from packer.sources.ct.volume_file import VolumeFile
 
 
 class OpenFile(Protocol):
-    """A file whose slices can be decoded. Those that may be masks have `labels` too: see `VolumeFile`."""
+    """A file whose slices can be decoded. See `MaskFile` for those that may be masks."""
 
     def plane(self, frame: int) -> Plane:
         """One slice."""
+        ...
+
+
+@runtime_checkable
+class MaskFile(Protocol):
+    """A file whose slices can be masks."""
+
+    def labels(self, frame: int) -> npt.NDArray[Any]:
+        """One slice: uint8 or uint16 (H, W)."""
         ...
 
 
@@ -78,7 +86,7 @@ class CtReader:
 
     def _labels(self, path: bytes, frame: int, size: int) -> npt.NDArray[Any]:
         mask = self._open("mask", path, size)
-        if not isinstance(mask, VolumeFile):
+        if not isinstance(mask, MaskFile):
             raise SourceChangedError(f"{printable(path)} was a mask when the folder was scanned, and is none now")
         return mask.labels(frame)
 

@@ -14,6 +14,8 @@ SCHEMA = "packer-ct-1"
 #: What planning reckons a record to take; positions of a volume come on top.
 RECORD_BYTES = 640
 
+_GEOMETRY = ("position_mm", "positions", "ipp", "iop", "affine", "spacing_mm", "slice_spacing_mm", "tilt_deg")
+
 
 def slice_key(series: str, index: int) -> str:
     """The key of a slice: no dots, so that no reader cuts it in two.
@@ -33,7 +35,7 @@ def slice_record(plane: Plane, facts: Mapping[str, Any]) -> dict[str, Any]:
             slice_spacing_mm, tilt_deg, and `windows` where values were windowed.
     """
     header = plane.header
-    return {
+    record = {
         "patient": facts["patient"],
         "study": facts["study"],
         "series": facts["series"],
@@ -44,12 +46,13 @@ def slice_record(plane: Plane, facts: Mapping[str, Any]) -> dict[str, Any]:
         "iop": list(header.iop),
         **_common([plane], facts),
     }
+    return record if header.placed else _without_geometry(record)
 
 
 def volume_record(planes: Sequence[Plane], facts: Mapping[str, Any]) -> dict[str, Any]:
     """The record of one volume; beside a slice's facts, `facts` has `affine` and `positions`."""
     header = planes[0].header
-    return {
+    record = {
         "patient": facts["patient"],
         "study": facts["study"],
         "series": facts["series"],
@@ -62,6 +65,12 @@ def volume_record(planes: Sequence[Plane], facts: Mapping[str, Any]) -> dict[str
         "affine": facts["affine"],
         **_common(planes, facts),
     }
+    return record if header.placed else _without_geometry(record)
+
+
+def _without_geometry(record: dict[str, Any]) -> dict[str, Any]:
+    """Where no geometry is known, null says so."""
+    return record | {name: None for name in _GEOMETRY if name in record}
 
 
 def _common(planes: Sequence[Plane], facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Header:
         thickness_mm, kvp, kernel: as stated, None where not.
         lossy: the coding has changed values.
         units: 'HU' or 'unknown'.
+        placed: False where no geometry is known: ipp, iop and spacing then stand for the order alone.
         patient, study, series, sop: identifiers, '' where unknown.
     """
 
@@ -39,6 +40,7 @@ class Header:
     kernel: str | None = None
     lossy: bool = False
     units: str = "HU"
+    placed: bool = True
     patient: str = ""
     study: str = ""
     series: str = ""

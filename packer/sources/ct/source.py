@@ -14,6 +14,7 @@ from packer.engines import Report, local_engine
 from packer.errors import SourceError
 from packer.sample import printable
 from packer.sources.base import Scan, ScanProgress
+from packer.sources.ct.arrays import ArrayFile, Export, PictureFile, find_exports, header_of
 from packer.sources.ct.cases import Case, find_cases
 from packer.sources.ct.dicom import DicomFile, check_installed, read_headers
 from packer.sources.ct.errors import CtError, NotDicomError
@@ -54,11 +55,13 @@ class CtSource:
         return CtReader(os.fsencode(self.root), self.options, self._open)
 
     def _open(self, path: bytes) -> OpenFile:
-        return (
-            VolumeFile(read_stored(path))
-            if is_volume(path) or is_metaimage(path)
-            else DicomFile(path, self.options.dicom)
-        )
+        if self.options.layout == "png16":
+            return PictureFile(path)
+        if path.lower().endswith((b".npz", b".npy")):
+            return ArrayFile(path)
+        if is_volume(path) or is_metaimage(path):
+            return VolumeFile(read_stored(path))
+        return DicomFile(path, self.options.dicom)
 
     def scan(self, progress: ScanProgress | None = None) -> Scan:
         """Read all headers, no pixels (but those of slices at one and the same position, to tell repeats).
@@ -75,6 +78,8 @@ class CtSource:
         table = Table(options.patient_regex, splits=splits)
         if layout == "dicom":
             self._read_dicom(listing, table, progress)
+        elif layout in ("arrays", "png16"):
+            self._read_exports(find_exports(layout, _files(listing)), listing, table, progress)
         else:
             self._read_volumes(find_cases(layout, listing, self.root), listing, table, progress)
         same_pixels = _Comparison(os.fsencode(self.root), table, self._open)
@@ -112,6 +117,28 @@ class CtSource:
             table.add(*case.image, headers, patient=case.patient)
             if progress is not None:
                 progress(number)
+
+    def _read_exports(
+        self, exports: list[Export], listing: Listing, table: Table, progress: ScanProgress | None
+    ) -> None:
+        used = {export.path for export in exports}
+        listing.skipped += [(path, "no exported slice by its name") for path, _ in _files(listing) if path not in used]
+        for number, export in enumerate(exports):
+            try:
+                header, masked = header_of(os.path.join(os.fsencode(self.root), export.path), export, number)
+            except CtError as error:
+                listing.problems.append((export.path, str(error)))
+                continue
+            except OSError as error:
+                listing.problems.append((export.path, f"cannot be read: {error.strerror or type(error).__name__}"))
+                continue
+            if masked:
+                table.masks[len(table.paths)] = (export.path, export.size)
+            if export.label:
+                table.labels[len(table.paths)] = export.label
+            table.add(export.path, export.size, [header])
+            if progress is not None:
+                progress(number + 1)
 
     def _read_dicom(self, listing: Listing, table: Table, progress: ScanProgress | None) -> None:
         check_installed()

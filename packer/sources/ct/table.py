@@ -28,6 +28,7 @@ class Table:
         text: identifiers by number; number 0 is the unknown one.
         masks: of files that have one: path and bytes of their mask.
         splits: of files that have their own split: its name.
+        labels: of files whose folder is a class: its name.
     """
 
     def __init__(self, patient_regex: str | None, *, splits: bool = False) -> None:
@@ -36,6 +37,7 @@ class Table:
         self.text: list[str] = [""]
         self.masks: dict[int, tuple[bytes, int]] = {}
         self.splits: dict[int, str] = {}
+        self.labels: dict[int, str] = {}
         self._number = {"": 0}
         self._pattern = re.compile(patient_regex.encode("utf-8", "surrogateescape")) if patient_regex else None
         self._in_splits = splits
