@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 def command(shards: str, splits: tuple[str, ...], force: bool, workers: int | None, as_json: bool, quiet: bool) -> None:
     """Make shards that others wrote readable by index.
 
-    SHARDS is a folder of shards (.tar), or a pattern in quotes: '{000000..000146}', '*', lists joined
-    by '::'. Each shard is read once and never changed; index, names and dataset.json are written
-    beside it, so all shards of a dataset must lie in one folder. Truncated or damaged shards are
-    refused, all of them listed with the offset. Shards from GNU tar, Python, webdataset and
-    img2dataset will do; hard links count as the file they stand for.
+    SHARDS is a folder of shards (.tar, .tfrecord, packer's own .h5), or a pattern in quotes:
+    '{000000..000146}', '*', lists joined by '::'. Each shard is read once and never changed; index,
+    names and dataset.json are written beside it, so all shards of a dataset must lie in one folder.
+    Truncated or damaged shards are refused, all of them listed with the offset. Tar shards from GNU
+    tar, Python, webdataset and img2dataset will do; hard links count as the file they stand for.
 
     \b
     Examples:
