@@ -77,7 +77,8 @@ class LoaderMaker:
             drop_last: leave out the last, smaller batch. Otherwise, over several ranks, training repeats up to
                 `world_size - 1` samples so that all ranks have the same number of batches, and
                 evaluation (`shuffle=False`) gives every sample exactly once.
-            num_workers: threads or processes; "auto": one per CPU, shared among the ranks of this machine. 0: none.
+            num_workers: threads or processes; "auto": what `packer tune` found for this dataset, transform and machine,
+                else one for each CPU that this rank may use (see `loaders.auto`). 0: none.
             engine: "thread", "process", or "auto": threads unless `transform` or `collate_fn` come from elsewhere.
             prefetch: batches made ahead; None: 3 with threads, 2 per process.
             pin_memory: page-locked batches; "auto": where there is a GPU.

@@ -13,9 +13,10 @@ from loaders.loader import Loader
 from loaders.make import LoaderMaker
 from loaders.options import EngineName
 from loaders.subject import Subject, load_factory, subject_of
-from loaders.transforms import EvalCrop, TrainCrop
+from loaders.transforms import EvalCrop, TrainCrop, Window
 from packer import manifest
 from packer.errors import UsageError
+from packer.sample import is_image_field
 
 #: The loader module of each format but tar.
 _LOADERS = {"hdf5": "hdf5", "tfrecord": "tfrecord"}
@@ -29,8 +30,8 @@ class Reading:
         split: name of the split.
         batch_size: samples in a batch.
         size: pictures are cropped to this many pixels: at random in the split `train`, else in the centre.
-        transform: instead of the crop: "module:name" of a transform, or of a class or function that makes one
-            without arguments; or "none".
+        transform: instead of the crop (or, for CT, a window of soft tissue): "module:name" of a transform, or of a
+            class or function that makes one without arguments; or "none".
         normalize: float32 made by the workers, instead of uint8.
         engine: as in `make_loader`.
     """
@@ -50,14 +51,15 @@ def open_loader(path: str, how: Reading) -> Loader:
         ManifestError: no such split.
         UsageError: no such transform.
     """
-    transform: Callable[..., Any] | None
-    if how.transform is None:
-        transform = TrainCrop(how.size) if how.split == "train" else EvalCrop(how.size)
-    else:
-        transform = None if how.transform == "none" else _named(how.transform)
+    transform: Callable[..., Any] | None = TrainCrop(how.size) if how.split == "train" else EvalCrop(how.size)
     name = "folder"
     if os.path.exists(os.path.join(path, manifest.FILE)):
-        name = _LOADERS.get(manifest.Manifest.load(path).format, "webds")
+        packed = manifest.Manifest.load(path)
+        name = _LOADERS.get(packed.format, "webds")
+        if not any(is_image_field(field) for field in packed.fields):  # CT: a window of soft tissue
+            transform = Window(40, 400)
+    if how.transform is not None:
+        transform = None if how.transform == "none" else _named(how.transform)
     make_loader: LoaderMaker = importlib.import_module(f"loaders.{name}_loader").make_loader
     return make_loader(path, split=how.split, batch_size=how.batch_size, transform=transform, engine=how.engine,
                        normalize="imagenet" if how.normalize else None)

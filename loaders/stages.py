@@ -23,6 +23,7 @@ from loaders.measure import Timing, batch_samples, one_torch_thread, time_each
 from loaders.order import Numbers
 from loaders.samples import Reads, Samples
 from packer.errors import MeasurementError, PackerError
+from packer.sample import is_image_field
 
 #: Stages of a worker, then of the process that trains.
 WORKER, MAIN = "worker", "main"
@@ -136,6 +137,8 @@ def _own(loader: Loader, count: int, seconds: float) -> tuple[Stages, Any]:
                                "with drop_last=True")
     numbers = np.unique(np.linspace(0, total - 1, min(count, total)).astype(np.int64))
     reads = samples.reads(numbers)
+    if reads.around is not None:  # slabs share slices: reading is not by sample
+        return _slabs(loader, numbers, seconds)
     names = list(reads.fetch)
 
     def read(j: int) -> list[Any]:
@@ -156,6 +159,21 @@ def _own(loader: Loader, count: int, seconds: float) -> tuple[Stages, Any]:
     return _facts(tuple(stages), names, stored, samples), made.batch
 
 
+def _slabs(loader: Loader, numbers: Numbers, seconds: float) -> tuple[Stages, Any]:
+    """Samples that are made of several slices, as a whole."""
+    recipe = loader._recipe
+    draft = recipe.draft(numbers, 0, fresh)
+    whole = time_each(lambda j: recipe.fill(draft, j, j + 1), len(numbers), budget_s=seconds)
+    recipe.fill(draft, 0, len(numbers))
+    collate = time_each(lambda _: recipe.finish(draft), 5, budget_s=seconds)
+    return Stages((Stage("sample", whole), Stage("collate", _per(collate, len(numbers))))), recipe.finish(draft).batch
+
+
+def _is_image(samples: Samples) -> bool:
+    """Whether the picture is an encoded image, not an array."""
+    return samples.picture is not None and is_image_field(samples.picture.split(";")[0])
+
+
 def _decoding(
     loader: Loader, numbers: Numbers, names: list[str], stored: list[list[Any]], seconds: float
 ) -> list[Stage]:
@@ -163,7 +181,7 @@ def _decoding(
     recipe = loader._recipe
     samples = recipe.samples
     whole = _filling(loader, numbers, names, stored, seconds)
-    if samples.picture is None:
+    if samples.picture is None or not _is_image(samples):
         return [Stage("decode", whole)]
     at = names.index(samples.picture)
     orient = bool(getattr(samples.transform, "orient", False))
@@ -195,7 +213,7 @@ def _ppm(pixels: Any) -> bytes:
 
 def _facts(stages: tuple[Stage, ...], names: list[str], stored: list[list[Any]], samples: Samples) -> Stages:
     sizes = [sum(len(data) for data in values if data is not None) for values in stored]
-    if samples.picture is None:
+    if samples.picture is None or not _is_image(samples):
         return Stages(stages, float(np.mean(sizes)))
     at = names.index(samples.picture)
     pictures = [decode_image(values[at]).shape[:2] for values in stored[:16] if values[at] is not None]

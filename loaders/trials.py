@@ -20,6 +20,7 @@ from packer.encoders import Resize
 from packer.errors import PackerError
 from packer.pack import PackOptions, pack
 from packer.plan import PlanOptions
+from packer.sample import is_image_field
 from packer.seekable import SeekableJpeg
 from packer.shard import Encoder
 from packer.sources.folder import FolderSource
@@ -86,6 +87,7 @@ class Trials:
         if not isinstance(subject, OwnSubject):
             return False
         plain = subject.loader.options.fields is None and not hasattr(subject.loader.source, "parts")
+        plain = plain and is_image_field((subject.loader._recipe.samples.picture or "").split(";")[0])
         return name in _OPTIONS or (name in _ENCODERS and plain)
 
     def _pair(self, remedy: Remedy) -> tuple[float, float]:

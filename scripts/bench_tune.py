@@ -177,7 +177,8 @@ def measure(load: Subject, case: Case, seconds: float, most: int) -> dict[str, A
     enough = 1.1 * tuned.demand_per_s if tuned.demand_per_s else float("inf")
     best = min(enough, max(grid.values()))
     near = [key for key, rate in grid.items() if rate >= 0.97 * best]
-    found = doctor(load, step_ms=case.step_ms, transfer=transfer if pause else None, seconds=2 * seconds, tries=1)
+    found = doctor(load, step_ms=case.step_ms, transfer=transfer if pause else None, seconds=2 * seconds, tries=1,
+                   num_workers=max(1, round(usable_cpus())))
     tried = next((one for one in found.remedies if one.measured_gain is not None), None)
     return {
         "cpus": usable_cpus(), "chosen": tuned.num_workers, "engine": tuned.engine, "prefetch": tuned.prefetch,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from ct_helpers import write_slices
 from loader_helpers import pack_tree, write_tree
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,7 +27,7 @@ from loaders.remedies import LIMITS, Observed, find_limit, remedies
 from loaders.resources import Resources
 from loaders.run import LoopStep, Run, Utilization, run_loop
 from loaders.stages import MAIN, WORKER, Stage, Stages, measure_stages
-from loaders.transforms import TrainCrop
+from loaders.transforms import Slab, TrainCrop, Window
 from loaders.webds_loader import make_loader
 from packer.errors import MeasurementError, UsageError
 from packer.limits import CpuBudget
@@ -235,6 +236,16 @@ def test_stages_of_other_transforms_and_fields(packed: Path) -> None:
         assert [stage.name for stage in measure_stages(loader, samples=4).stages][2] == "transform"
     with make_loader(packed, fields=["cls"], num_workers=1) as loader:
         assert [stage.name for stage in measure_stages(loader, samples=4).stages] == ["read", "decode", "collate"]
+
+
+def test_stages_of_ct(tmp_path: Path, run_packer: Callable[..., Result]) -> None:
+    out = write_slices(tmp_path / "ct")
+    with make_loader(out, transform=Window(40, 400), batch_size=4) as loader:
+        assert [stage.name for stage in measure_stages(loader, samples=6).stages] == ["read", "decode", "collate"]
+    with make_loader(out, transform=Slab(3, Window(40, 400)), batch_size=4) as loader:
+        assert [stage.name for stage in measure_stages(loader, samples=6).stages] == ["sample", "collate"]
+    found = json.loads(run_packer("doctor", out, "--batch-size", "4", "--seconds", "0.05", "--json", "-q").stdout)
+    assert found["limit"] in LIMITS
 
 
 class Pictures(Dataset[Any]):

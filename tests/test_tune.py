@@ -476,6 +476,17 @@ def test_processes_must_fit_into_memory(packed: Path, monkeypatch: pytest.Monkey
     assert auto.estimate(source, options, "process") == 5
 
 
+def test_settling_starts_nothing(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_loader(packed).source
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("nothing is to be started")
+
+    monkeypatch.setattr(os, "fork", never)
+    monkeypatch.setattr("threading.Thread.start", never)
+    assert auto.settle(source, LoaderOptions(), ["transform"]).num_workers >= 1
+
+
 def test_a_given_number_or_engine_goes_before_what_is_remembered(packed: Path) -> None:
     source = make_loader(packed).source
     key = remember.key_of(source, LoaderOptions())
