@@ -20,6 +20,7 @@ from packer.sources.ct.errors import (
     NotDicomError,
     PixelDataError,
 )
+from packer.sources.ct.fast_header import FastHeader, read_fast
 from packer.sources.ct.hu import is_whole, to_hu, without_ich_quirk
 from packer.sources.ct.privacy import known_kernel
 from packer.sources.ct.slices import Header, NotASliceError, Plane
@@ -101,7 +102,7 @@ def read_headers(path: bytes, options: DicomOptions) -> list[Header]:
         CtError: a slice that cannot be packed.
         OSError: the file cannot be read.
     """
-    return _headers(_open(path, options, pixels=False), options)
+    return _headers(read_fast(path) or _open(path, options, pixels=False), options)
 
 
 class DicomFile:
@@ -190,7 +191,7 @@ def _check_forced(path: bytes, dataset: FileDataset) -> None:
 # ---------------------------------------------------------------- headers
 
 
-def _headers(dataset: FileDataset, options: DicomOptions) -> list[Header]:
+def _headers(dataset: FileDataset | FastHeader, options: DicomOptions) -> list[Header]:
     with _quietly():
         try:
             _refuse_other_objects(dataset)
@@ -213,7 +214,7 @@ def _headers(dataset: FileDataset, options: DicomOptions) -> list[Header]:
     return kept
 
 
-def _refuse_other_objects(dataset: FileDataset) -> None:
+def _refuse_other_objects(dataset: FileDataset | FastHeader) -> None:
     sop_class = str(dataset.get("SOPClassUID") or dataset.file_meta.get("MediaStorageSOPClassUID") or "")
     if sop_class == _DICOMDIR:
         raise NotASliceError("DICOMDIR, a table of contents")
@@ -233,7 +234,7 @@ def _refuse_localizer(image_type: Sequence[str]) -> None:
         raise NotASliceError("a localizer, no slice of the series")
 
 
-def _transfer_syntax(dataset: FileDataset) -> str:
+def _transfer_syntax(dataset: FileDataset | FastHeader) -> str:
     syntax = str(dataset.file_meta.get("TransferSyntaxUID") or "")
     if syntax:
         return syntax
@@ -263,7 +264,7 @@ def _require_decoder(syntax: str) -> None:
 class _Groups:
     """Where a frame's facts stand: its own functional groups, then the shared ones, then the header itself."""
 
-    def __init__(self, dataset: FileDataset, frame: int) -> None:
+    def __init__(self, dataset: FileDataset | FastHeader, frame: int) -> None:
         self._dataset = dataset
         self._groups = []
         per_frame = dataset.get("PerFrameFunctionalGroupsSequence")
@@ -289,7 +290,7 @@ class _Groups:
         return words
 
 
-def _header(dataset: FileDataset, groups: _Groups, syntax: str, options: DicomOptions) -> Header:
+def _header(dataset: FileDataset | FastHeader, groups: _Groups, syntax: str, options: DicomOptions) -> Header:
     rows, cols = _whole(dataset.get("Rows")), _whole(dataset.get("Columns"))
     if not rows or not cols:
         raise PixelDataError("no rows or columns: the file has no image; remove it")
@@ -300,7 +301,7 @@ def _header(dataset: FileDataset, groups: _Groups, syntax: str, options: DicomOp
     for name, value in (("ImagePositionPatient", ipp), ("ImageOrientationPatient", iop), ("PixelSpacing", spacing)):
         if value is None:
             raise MissingGeometryError(f"{name} is missing or no list of numbers; mend or remove the file")
-    kernel = dataset.get("ConvolutionKernel")
+    kernel: Any = dataset.get("ConvolutionKernel")
     lossy = str(dataset.get("LossyImageCompression") or "").strip()
     return Header(
         rows=rows,
@@ -311,9 +312,7 @@ def _header(dataset: FileDataset, groups: _Groups, syntax: str, options: DicomOp
         whole=is_whole(slope, intercept),
         thickness_mm=_number(groups.get("PixelMeasuresSequence", "SliceThickness")),
         kvp=_number(dataset.get("KVP")),
-        kernel=known_kernel(
-            "\\".join(kernel) if isinstance(kernel, (list, tuple)) or _is_multi(kernel) else kernel or ""
-        ),
+        kernel=known_kernel("\\".join(kernel) if _is_multi(kernel) else str(kernel or "")),
         lossy=lossy == "01" or (syntax in _LOSSY and lossy != "00"),
         units=units,
         patient=_text(dataset.get("PatientID")),
