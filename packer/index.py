@@ -35,9 +35,10 @@ Rows = npt.NDArray[np.void]
 _MAGIC = b"PKNAMES1"
 _MAX_HEADER = 1 << 20  # numpy's own 10,000 characters hold some 100 fields
 
-# Besides its own ValueError, numpy lets through what a damaged header makes Python's parser raise.
+# Besides its own ValueError, numpy lets through what a damaged header makes Python's parser raise; and where
+# warnings are errors, the one of an old name of a type ('a4').
 _NUMPY_RAISES = (OSError, ValueError, EOFError, TypeError, LookupError, AttributeError, SyntaxError, RecursionError,
-                 OverflowError, MemoryError, TokenError)  # fmt: skip
+                 OverflowError, MemoryError, TokenError, DeprecationWarning)  # fmt: skip
 
 
 def row_dtype(fields: Sequence[str], extra: Sequence[str] = ()) -> np.dtype[np.void]:
