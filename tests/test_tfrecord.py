@@ -64,9 +64,10 @@ def test_around_the_circle_the_tar_s_very_bytes_come_back(source: Path, tmp_path
         Image.new("L", (9 + i, 7)).save(flat / f"ä 50%.{i}.mask.png")
         (flat / f"ä 50%.{i}.cls").write_bytes(label)
     for src in (source, flat):
-        first, records, last = (tmp_path / f"{src.name}-{name}" for name in ("first", "records", "last"))
+        first, hdf5, records, last = (tmp_path / f"{src.name}-{n}" for n in ("first", "hdf5", "records", "last"))
         run_packer("shard", src, first, "--shard-samples", "3", "-q")
-        run_packer("shard", first, records, "--format", "tfrecord", "--shard-samples", "3", "-q")
+        run_packer("shard", first, hdf5, "--format", "hdf5", "--shard-samples", "3", "-q")
+        run_packer("shard", hdf5, records, "--format", "tfrecord", "--shard-samples", "3", "-q")
         run_packer("shard", records, last, "--shard-samples", "3", "-q")
         assert digests(first, ".tar") == digests(last, ".tar") != {}
         direct = tmp_path / f"{src.name}-direct"

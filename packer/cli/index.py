@@ -24,11 +24,27 @@ if TYPE_CHECKING:
     help="Shards whose names match GLOB are the split NAME (repeatable). Default: by a word of their "
     "names or by their folder's name (train, val, valid, validation, dev, test), else train.",
 )
+@click.option(
+    "--export",
+    "exports",
+    multiple=True,
+    type=click.Choice(["dali", "energon"]),
+    help="Write what another reader wants beside the shards (repeatable). dali: an .idx for each shard, of tar or "
+    "TFRecord; energon: a .tar.idx for each shard, and .nv-meta/. An index that is there already is kept.",
+)
 @click.option("--force", is_flag=True, help="Make the index of a packed dataset again from its shards.")
 @workers
 @as_json
 @quiet
-def command(shards: str, splits: tuple[str, ...], force: bool, workers: int | None, as_json: bool, quiet: bool) -> None:
+def command(
+    shards: str,
+    splits: tuple[str, ...],
+    exports: tuple[str, ...],
+    force: bool,
+    workers: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
     """Make shards that others wrote readable by index.
 
     SHARDS is a folder of shards (.tar, .tfrecord, packer's own .h5), or a pattern in quotes:
@@ -42,12 +58,17 @@ def command(shards: str, splits: tuple[str, ...], force: bool, workers: int | No
       packer index /data/cc3m/
       packer index '/data/imagenet/imagenet1k-{train,validation}-*.tar'
       packer index shards/ --split train='shard-0*' --split val='shard-1*'
+      packer index out/ --export dali
     """
     from packer.cli.progress import Bar
     from packer.indexing import index_folder
+    from packer.manifest import FILE
     from packer.patterns import find_shards
 
     globs = _globs(splits)
+    if exports and not force and not globs and os.path.exists(os.path.join(shards, FILE)):
+        _export(shards, exports, quiet=quiet)
+        return
     folder, names, _ = find_shards(shards)
     size = sum(os.path.getsize(os.path.join(folder, name)) for name in names)
     with Bar("indexing", "samples", bytes=size, quiet=quiet) as bar:
@@ -60,6 +81,16 @@ def command(shards: str, splits: tuple[str, ...], force: bool, workers: int | No
         click.echo(json.dumps(manifest.to_json(), indent=2))
     elif not quiet:
         _print(manifest, folder)
+    _export(folder, exports, quiet=quiet)
+
+
+def _export(folder: str, exports: tuple[str, ...], *, quiet: bool) -> None:
+    from packer.exports import export
+
+    for kind in exports:
+        written = export(folder, kind)
+        if not quiet:
+            click.echo(f"for {kind}: {counted(len(written), 'file')}, {written[0]} first", err=True)
 
 
 def _globs(splits: tuple[str, ...]) -> dict[str, str] | None:
