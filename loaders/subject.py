@@ -26,6 +26,8 @@ from packer.errors import MeasurementError, PackerError, UsageError
 
 #: Batches in an epoch of our loaders, if the dataset has fewer.
 _EPOCH_BATCHES = 1000
+#: Batches that each process makes ahead: while the first one is late, the others have theirs ready.
+_AHEAD = 2
 #: Samples in a batch while timing: throughput in samples hardly depends on it, the time for a few batches does.
 _TRIAL_BATCH = 32
 
@@ -114,7 +116,7 @@ class OwnSubject:
         """Threads share each batch, and have some under way before the first is done; processes make one each."""
         workers = max(1, settings.num_workers)
         if settings.engine == "process":
-            return workers, workers
+            return workers, _AHEAD * workers
         # What is under way is made in parallel, and may come all at once: a round is long beside it.
         return max(2 * PREFETCH, -(-4 * workers // self.batch_size)), PREFETCH + 1
 
@@ -162,7 +164,7 @@ class TorchSubject:
 
     def rounds(self, settings: Settings) -> tuple[int, int]:
         """Each worker makes a batch."""
-        return max(1, settings.num_workers), max(1, settings.num_workers)
+        return max(1, settings.num_workers), _AHEAD * max(1, settings.num_workers)
 
     def code(self, settings: Settings) -> str:
         """Arguments of `DataLoader`."""
@@ -230,7 +232,8 @@ class FactorySubject:
 
     def rounds(self, settings: Settings) -> tuple[int, int]:
         """Each worker makes a batch, unless they are said to be threads."""
-        return (2 * PREFETCH, PREFETCH + 1) if settings.engine == "thread" else (max(1, settings.num_workers),) * 2
+        workers = max(1, settings.num_workers)
+        return (2 * PREFETCH, PREFETCH + 1) if settings.engine == "thread" else (workers, _AHEAD * workers)
 
     def code(self, settings: Settings) -> str:
         """A call of the function."""
