@@ -14,6 +14,7 @@ from loaders.loader import Loader
 from loaders.options import EngineName, LoaderOptions, Normalize, Sampling, TargetKind
 from loaders.order import Shuffle
 from loaders.source import ConcatSource, Source
+from packer.errors import UsageError
 
 
 class LoaderMaker:
@@ -124,13 +125,16 @@ class LoaderMaker:
         """
         options = LoaderOptions(
             batch_size=batch_size, transform=transform, normalize=normalize, device=device,
-            shuffle=split == "train" if shuffle is None else shuffle, seed=seed, drop_last=bool(drop_last),
-            num_workers=num_workers, engine=engine, prefetch=prefetch, pin_memory=pin_memory, preload=preload,
-            collate_fn=collate_fn, fields=field_names(fields), on_error=on_error, rank=rank, world_size=world_size,
-            subset=subset, targets=targets or {}, sampling=sampling or Sampling(), batch_transform=batch_transform,
-            dtype=dtype, channels_last=channels_last, max_skipped=max_skipped, start_method=start_method,
-            threads_per_worker=threads_per_worker, memory_budget=memory_budget,
+            shuffle=split == "train" if shuffle is None else shuffle, seed=seed,
+            drop_last=False if drop_last is None else drop_last, num_workers=num_workers, engine=engine,
+            prefetch=prefetch, pin_memory=pin_memory, preload=preload, collate_fn=collate_fn,
+            fields=field_names(fields), on_error=on_error, rank=rank, world_size=world_size, subset=subset,
+            targets={} if targets is None else targets, sampling=Sampling() if sampling is None else sampling,
+            batch_transform=batch_transform, dtype=dtype, channels_last=channels_last, max_skipped=max_skipped,
+            start_method=start_method, threads_per_worker=threads_per_worker, memory_budget=memory_budget,
         )
         if isinstance(path, str | os.PathLike):
             return Loader(self._open_source(os.fspath(path), split, options), options)
+        if not isinstance(path, Sequence) or not path:
+            raise UsageError(f"path must be a folder, or several in a list, got {path!r}")
         return Loader(ConcatSource([self._open_source(os.fspath(part), split, options) for part in path]), options)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -35,7 +37,7 @@ class Sampling:
         window_shards: for `shuffle="window"`, how many shards are mixed at a time.
 
     Raises:
-        UsageError: balance and weights together.
+        UsageError: balance and weights together, or a value that cannot be meant.
     """
 
     balance: bool = False
@@ -47,6 +49,14 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.balance and self.weights is not None:
             raise UsageError("balance and weights are two answers to one question; give one of them")
+        if self.epoch_samples is not None:
+            _at_least("epoch_samples", self.epoch_samples, 1)
+        _at_least("window_shards", self.window_shards, 1)
+        if self.weights is not None:
+            try:
+                np.asarray(self.weights, np.float64)
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"weights must be numbers, got {self.weights!r:.80}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,26 +97,37 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         _at_least("batch_size", self.batch_size, 1)
+        _at_least("seed", self.seed, 0)
         _at_least("threads_per_worker", self.threads_per_worker, 1)
         _at_least("max_skipped", self.max_skipped, 0)
         if self.prefetch is not None:
             _at_least("prefetch", self.prefetch, 1)
+        if self.memory_budget is not None:
+            _at_least("memory_budget", self.memory_budget, 0, "(bytes)")
         if self.num_workers != "auto":
             _at_least("num_workers", self.num_workers, 0, "or 'auto'")
         _one_of("engine", self.engine, ENGINES)
         _one_of("on_error", self.on_error, ("raise", "skip"))
         _one_of("shuffle", self.shuffle, (True, False, "window"))
+        _one_of("drop_last", self.drop_last, (True, False))
+        _one_of("channels_last", self.channels_last, (True, False))
         _one_of("pin_memory", self.pin_memory, (True, False, "auto"))
         _one_of("dtype", self.dtype, DTYPES)
+        _check_preload(self.preload)
+        _check_device(self.device)
+        if not isinstance(self.targets, Mapping):
+            raise UsageError(f"targets must be like {{'mask.png': 'mask'}}, got {self.targets!r}")
         for name, kind in self.targets.items():
             _one_of(f"targets[{name!r}]", kind, TARGETS)
-        if self.preload is not None and self.preload.partition(":")[0] not in PRELOADS:
-            raise UsageError(f"preload must be one of {', '.join(PRELOADS)}, or 'shm:FOLDER', got {self.preload!r}")
+        if not isinstance(self.sampling, Sampling):
+            raise UsageError(f"sampling must be a loaders.options.Sampling, got {self.sampling!r}")
         for name in ("transform", "collate_fn", "batch_transform"):
-            if (value := getattr(self, name)) is not None and not callable(value):
-                raise UsageError(f"{name} must be callable, got {type(value).__name__}")
+            _check_callable(name, getattr(self, name))
         if (self.rank is None) != (self.world_size is None):
             raise UsageError("rank and world_size go together: give both, or neither to ask torch.distributed")
+        if self.rank is not None:
+            _at_least("rank", self.rank, 0)
+            _at_least("world_size", self.world_size, 1)
         parse_normalize(self.normalize)
 
     @property
@@ -144,7 +165,7 @@ def parse_normalize(normalize: Normalize) -> tuple[tuple[float, ...], tuple[floa
         mean, std = (tuple(float(value) for value in part) for part in normalize)
     except (TypeError, ValueError) as error:
         raise wrong from error
-    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0 or not all(map(math.isfinite, (*mean, *std))):
         raise wrong
     return mean, std
 
@@ -173,3 +194,27 @@ def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
     # By identity of type too: 1 is not True here.
     if not any(value == choice and type(value) is type(choice) for choice in allowed):
         raise UsageError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _check_preload(preload: Any) -> None:
+    kind, colon, _ = preload.partition(":") if isinstance(preload, str) else (preload, "", "")
+    if preload is not None and (kind not in PRELOADS or (colon and kind != "shm")):
+        raise UsageError(f"preload must be one of {', '.join(PRELOADS)}, or 'shm:FOLDER', got {preload!r}")
+
+
+def _check_device(device: Any) -> None:
+    if device is None:
+        return
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device must be 'cpu', 'cuda', 'cuda:1' and the like, got {device!r}") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device is {device!r}, and this torch finds no GPU; use device='cpu', or see nvidia-smi")
+
+
+def _check_callable(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise UsageError(f"{name} must be callable, got {type(value).__name__}")
+    if isinstance(value, type) and any("__call__" in vars(cls) for cls in value.__mro__):
+        raise UsageError(f"{name} is the class {value.__name__}; give an instance, {value.__name__}(…)")

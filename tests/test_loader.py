@@ -302,12 +302,36 @@ def test_unknown_fields_and_splits_are_named(packed: Path) -> None:
         ({"fields": ("jpg", "jpg")}, "twice"),
         ({"dtype": torch.uint8}, "dtype must be one of"),
         ({"transform": 3}, "transform must be callable"),
+        ({"transform": TrainCrop}, "transform is the class TrainCrop; give an instance"),
+        ({"normalize": ((0, 0, 0), (1, 1, float("nan")))}, "normalize must be"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"drop_last": "no"}, "drop_last must be one of True, False"),
+        ({"channels_last": 1}, "channels_last must be one of True, False"),
+        ({"device": "gpu"}, "device must be 'cpu', 'cuda'"),
+        ({"preload": True}, "preload must be one of"),
+        ({"preload": "memory:4"}, "preload must be one of"),
+        ({"memory_budget": "4GB"}, r"memory_budget must be an integer of at least 0 \(bytes\)"),
+        ({"targets": "mask"}, "targets must be like"),
+        ({"sampling": "balance"}, "sampling must be a loaders.options.Sampling"),
+        ({"rank": "0", "world_size": 2}, "rank must be an integer"),
         ({"targets": {"txt": "mask"}}, "not among fields"),
     ],
 )
 def test_options_that_cannot_be_meant(packed: Path, options: dict[str, Any], match: str) -> None:
     with pytest.raises(UsageError, match=match):
         make_loader(packed, **options)
+
+
+@pytest.mark.parametrize("path", [[], 5, None])
+def test_a_path_that_cannot_be_meant(path: Any) -> None:
+    with pytest.raises(UsageError, match="path must be a folder, or several in a list"):
+        make_loader(path)
+
+
+@pytest.mark.parametrize("options", [{"weights": "abc"}, {"epoch_samples": 2.5}, {"window_shards": 0}])
+def test_sampling_that_cannot_be_meant(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(options))} must be"):
+        Sampling(**options)
 
 
 # ---------------------------------------------------------------- order
