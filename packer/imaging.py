@@ -11,13 +11,18 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from packer.errors import BadImageError
 from packer.image_headers import MAX_PIXELS, Buffer, ImageInfo, read_structure
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # The way nearly every encoder begins: JFIF, one or two quantisation tables, the frame header.
 _PLAIN_JPEG = re.compile(
@@ -108,8 +113,11 @@ PILLOW_RAISES = (
 )  # fmt: skip
 
 
-def decode_check(data: Buffer) -> ImageInfo:
-    """`probe`, and decode every pixel of the first frame.
+@contextmanager
+def opened(data: Buffer) -> Iterator[tuple[ImageInfo, Image]]:
+    """What `probe` says, and the first frame as Pillow decodes it; closed at the end.
+
+    What Pillow raises on damaged pictures, here or in the body of the `with`, becomes a BadImageError.
 
     Raises:
         BadImageError: `probe` refuses it, or Pillow cannot decode it whole.
@@ -117,22 +125,32 @@ def decode_check(data: Buffer) -> ImageInfo:
     import io
     import warnings
 
-    from PIL import Image, UnidentifiedImageError
+    import PIL.Image
 
     info = probe(data)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a corrupt EXIF block does not damage pixels
-            with Image.open(io.BytesIO(data)) as image:
+            with PIL.Image.open(io.BytesIO(data)) as image:
                 image.load()
-                return info if info.height > 0 else info._replace(height=image.height, width=image.width)
-    except UnidentifiedImageError as error:  # its message holds an address in memory
+                yield info, image
+    except PIL.UnidentifiedImageError as error:  # its message holds an address in memory
         raise BadImageError(f"{info.format} that no installed decoder reads") from error
     except MemoryError as error:
         bytearray(4 * info.height * info.width)  # raises again where memory is short, and not the file damaged
         raise BadImageError(f"{info.format} that does not decode: its layout cannot be") from error
-    except (*PILLOW_RAISES, Image.DecompressionBombError) as error:
+    except (*PILLOW_RAISES, PIL.Image.DecompressionBombError) as error:
         raise BadImageError(f"{info.format} that does not decode: {error}") from error
 
 
-__all__ = ["MAX_PIXELS", "PILLOW_RAISES", "Buffer", "ImageInfo", "decode_check", "probe", "probe_all"]
+def decode_check(data: Buffer) -> ImageInfo:
+    """`probe`, and decode every pixel of the first frame.
+
+    Raises:
+        BadImageError: `probe` refuses it, or Pillow cannot decode it whole.
+    """
+    with opened(data) as (info, image):
+        return info if info.height > 0 else info._replace(height=image.height, width=image.width)
+
+
+__all__ = ["MAX_PIXELS", "PILLOW_RAISES", "Buffer", "ImageInfo", "decode_check", "opened", "probe", "probe_all"]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from packer.errors import BadImageError
-from packer.imaging import PILLOW_RAISES, Buffer, probe
+from packer.imaging import PILLOW_RAISES, Buffer, opened
 from packer.sample import is_image_field
 
 if TYPE_CHECKING:
@@ -49,19 +47,8 @@ def decode_rgb(data: Buffer) -> Picture:
     Raises:
         BadImageError: no image, damaged, too large, or of samples whose range is unknown (float, 32 bits).
     """
-    from PIL import Image, UnidentifiedImageError
-
-    info = probe(data)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a corrupt EXIF block does not damage pixels
-            with Image.open(io.BytesIO(data)) as image:
-                image.load()
-                return Picture(info.format, image.mode, _rgb(image), _orientation(image))
-    except UnidentifiedImageError as error:  # its message holds an address in memory
-        raise BadImageError(f"{info.format} that no installed decoder reads") from error
-    except (*PILLOW_RAISES, Image.DecompressionBombError) as error:
-        raise BadImageError(f"{info.format} that does not decode: {error}") from error
+    with opened(data) as (info, image):
+        return Picture(info.format, image.mode, _rgb(image), _orientation(image))
 
 
 def _rgb(image: Image) -> Image:

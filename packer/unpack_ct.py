@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packer import npy
+from packer.ct_samples import record_of, series_of
 from packer.engines import Report, local_engine, no_report
 from packer.errors import BadArrayError, MissingExtraError, UsageError
 from packer.packed import Packed, PackedSplit
@@ -28,7 +29,6 @@ from packer.strings import Int64s
 Kind = Literal["nifti", "npy"]
 
 _SAFE = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,99}")
-_NUMBERED = re.compile(r"(.+)_[0-9]{1,18}")
 _TOLERANCE = 0.1  # of the median distance: more is no regular grid, which NIfTI alone can tell of
 
 
@@ -166,12 +166,10 @@ class _Wrote(NamedTuple):
 
 def _series(split: str, packed: PackedSplit) -> Iterator[_Series]:
     """Series by the samples' keys: slices `{series}_{index}`, volumes `{series}`."""
-    slices = any(field.startswith("ct.") for field in packed.fields)
     groups: dict[str, list[tuple[str, int]]] = {}
     for number in range(len(packed)):
         key = packed.key(number)
-        match = _NUMBERED.fullmatch(key) if slices else None
-        groups.setdefault(key if match is None else match[1], []).append((key, number))
+        groups.setdefault(series_of(key, packed.fields), []).append((key, number))
     for name, members in sorted(groups.items()):
         ordered = sorted(members, key=lambda member: (len(member[0]), member[0]))
         yield _Series(name, split, packed, np.array([number for _, number in ordered], np.int64))
@@ -219,14 +217,7 @@ def _read(series: _Series) -> tuple[dict[str | None, npt.NDArray[Any]], list[Map
         arrays[name] = parts[0] if len(parts) == 1 and parts[0].ndim == 3 else np.stack(parts)
     if arrays[None].ndim != 3:
         raise BadArrayError(f"arrays of shape {arrays[None].shape[1:]} are no slices")
-    facts: list[Mapping[str, Any]] = []
-    for number in samples:
-        try:
-            record = json.loads(packed.read(number, "json", check=True) or b"{}") if "json" in packed.fields else {}
-        except ValueError as error:
-            raise BadArrayError(f"its record is no JSON ({error})") from error
-        facts.append(record if isinstance(record, dict) else {})
-    return arrays, facts
+    return arrays, [record_of(packed, number) for number in samples]
 
 
 def _write_array(path: str, array: npt.NDArray[Any], grid: Grid, kind: Kind) -> str:

@@ -13,22 +13,29 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from string import Template
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from packer import __version__
 from packer import view_page as html
+from packer.ct_pictures import CENTRE_HU, WIDTH_HU, slice_picture
+from packer.ct_samples import array_field, series_of
 from packer.engines import Report, local_engine, no_report
 from packer.errors import BadImageError, OutputError
 from packer.manifest import FILE, Manifest
 from packer.packed import Packed, PackedSplit
 from packer.pictures import Picture, decode_rgb, picture_fields
-from packer.sample import printable
+from packer.sample import is_picture_array, printable
 from packer.stats import spread
 from packer.storage import PARTIAL, output_error, write_atomic
 from packer.strings import Int64s
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MAX_CLASSES = 50
 MAX_PICTURES = 600
@@ -39,6 +46,10 @@ _LONG_SIDE = 320
 _PIXEL_ART = 48  # pictures this small are shown pixel by pixel
 _AT_ONCE = 24
 
+_SLICES = (
+    f" CT is shown through the window {CENTRE_HU}/{WIDTH_HU} HU, of a volume its middle slice, with the border of "
+    "its mask in red."
+)
 _REPORT = "report.json"  # of what packing left out
 #: What every page begins with, and nothing else does.
 _HEAD = b"""<!doctype html>
@@ -56,7 +67,7 @@ class Page:
     Attributes:
         path: where.
         pictures: thumbnails in it.
-        classes: classes in the contact sheet.
+        classes: classes in the contact sheet; series, where CT slices have no classes.
         bytes: its size.
     """
 
@@ -146,13 +157,15 @@ def _same_folder(one: str, other: str) -> bool:
 
 def _page(dataset: Packed, shown: _Shown, groups: Sequence[_Group], tiles: dict[int, str]) -> str:
     manifest = dataset.manifest
+    slices = any(map(is_picture_array, manifest.fields))
     sections = [
         *html.splits(manifest),
         *html.classes(shown.class_counts(), int(np.count_nonzero(shown.labels < 0))),
         *html.histograms(_charts(shown)),
         html.sheet_section(
-            _said(shown, groups),
+            _said(shown, groups) + (_SLICES if slices else ""),
             [(group.name, group.count, [tiles[i] for i in group.samples.tolist()]) for group in groups],
+            wide=slices,
         ),
         *html.shards(manifest),
     ]
@@ -181,11 +194,12 @@ def _said(shown: _Shown, groups: Sequence[_Group]) -> str:
     pictures = sum(len(group.samples) for group in groups)
     of = "" if len(shown.splits) == 1 and shown.splits[0].split.name == "train" else (
         f" from {', '.join(packed.split.name for packed in shown.splits)}")  # fmt: skip
-    every = len(shown.class_counts())
-    classes = f" of {len(groups):,} of the {every:,} classes" if len(groups) < every else ""
+    classes, series = len(shown.class_counts()), len(shown.series.names)
+    every, kind = (classes, "classes") if classes else (series, "series")
+    some = f" of {len(groups):,} of the {every:,} {kind}" if len(groups) < every else ""
     if pictures == len(shown.labels):
         return f"All {pictures:,} samples{of}."
-    return f"{pictures:,} of {len(shown.labels):,} samples{of}{classes}, evenly spaced in the order they are packed."
+    return f"{pictures:,} of {len(shown.labels):,} samples{of}{some}, evenly spaced in the order they are packed."
 
 
 # ---------------------------------------------------------------- what is shown
@@ -193,7 +207,7 @@ def _said(shown: _Shown, groups: Sequence[_Group]) -> str:
 
 @dataclass(frozen=True)
 class _Group:
-    """A class, or all samples where there are none.
+    """A class, or a series of CT slices, or all samples where there are neither.
 
     Attributes:
         name: to be shown; None for all samples.
@@ -204,6 +218,13 @@ class _Group:
     name: str | None
     count: int
     samples: Int64s
+
+
+class _Series(NamedTuple):
+    """Series of CT slices: each sample's number of its series (−1: none), and the names of all."""
+
+    of: Int64s
+    names: Sequence[str]
 
 
 class _Shown:
@@ -229,17 +250,32 @@ class _Shown:
         """A class's name, or its number where it has none."""
         return self._names[label] if self._names is not None and 0 <= label < len(self._names) else str(label)
 
+    @cached_property
+    def series(self) -> _Series:
+        """The series, where they are to sort by: there are no labels, and the samples are slices."""
+        of = np.full(len(self.labels), -1, np.int64)
+        numbers: dict[str, int] = {}
+        if not (self.labels >= 0).any():
+            for packed, start in zip(self.splits, self.starts.tolist(), strict=False):
+                if any(field.startswith("ct.") and is_picture_array(field) for field in packed.fields):
+                    for i in range(len(packed)):
+                        name = series_of(packed.key(i), packed.fields)
+                        of[start + i] = numbers.setdefault(name, len(numbers))
+        return _Series(of, list(numbers))
+
     def groups(self, per_class: int) -> Iterator[_Group]:
         """Some samples of each class, evenly spaced over the dataset, so that the same call shows the same."""
-        labels, counts = np.unique(self.labels[self.labels >= 0], return_counts=True)
+        series = self.series
+        group, name = (series.of, series.names.__getitem__) if series.names else (self.labels, self.class_name)
+        labels, counts = np.unique(group[group >= 0], return_counts=True)
         if not len(labels):
             yield _Group(None, len(self.labels), _evenly(np.arange(len(self.labels)), WITHOUT_CLASSES))
             return
-        order = np.argsort(self.labels, kind="stable")
-        first = np.searchsorted(self.labels[order], labels)
+        order = np.argsort(group, kind="stable")
+        first = np.searchsorted(group[order], labels)
         for i in _evenly(np.arange(len(labels)), min(MAX_CLASSES, max(MAX_PICTURES // per_class, 1))).tolist():
             members = order[first[i] : first[i] + counts[i]]
-            yield _Group(self.class_name(int(labels[i])), int(counts[i]), _evenly(members, per_class))
+            yield _Group(name(int(labels[i])), int(counts[i]), _evenly(members, per_class))
 
     def sizes(self) -> Int64s:
         """Known short sides in pixels."""
@@ -247,11 +283,11 @@ class _Shown:
         return np.minimum(height, width)[(height > 0) & (width > 0)]
 
     def picture_bytes(self) -> Int64s:
-        """The encoded size of each sample's picture."""
+        """The encoded size of each sample's picture, slice or volume."""
         found = [np.zeros(0, np.int64)]
         for packed in self.splits:
             length = np.full(len(packed), -1, np.int64)
-            for field in picture_fields(packed.fields):
+            for field in (*filter(is_picture_array, packed.fields), *picture_fields(packed.fields)):
                 length = np.where(length < 0, packed.rows[f"{field}:length"], length)
             found.append(length[length >= 0])
         return np.concatenate(found)
@@ -309,6 +345,8 @@ def _make_tiles(job: _Job, report: Report) -> dict[int, str]:
 def _tile(packed: PackedSplit, sample: int) -> str:
     row, key = packed.rows[sample], packed.key(sample)
     where = f"{key}\n{packed.split.name}, sample {sample}, {os.path.basename(packed.shard_path(int(row['shard'])))}"
+    if array_field(packed, sample) is not None:
+        return _slice_tile(packed, sample, where)
     field = next((name for name in picture_fields(packed.fields) if row[f"{name}:length"] >= 0), None)
     if field is None:
         held = ", ".join(
@@ -321,12 +359,39 @@ def _tile(packed: PackedSplit, sample: int) -> str:
     except BadImageError as error:
         return f'<div class="bad" title="{_title(where)}">{html.text(error)}</div>'
     facts = f"{picture.rgb.width}×{picture.rgb.height} {picture.format}, {html.human(len(data))}"
-    kind, thumbnail, size = _thumbnail(picture)
-    pixels = ' class="px"' if kind == "png" else ""
+    small = max(picture.rgb.size) <= _PIXEL_ART
+    return _img(_thumbnail(picture), small=small, key=key, title=f"{where}{chr(10)}{facts}")
+
+
+def _slice_tile(packed: PackedSplit, sample: int, where: str) -> str:
+    """A CT slice with its caption below."""
+    try:
+        picture = slice_picture(packed, sample, _SHORT_SIDE, _LONG_SIDE)
+    except BadImageError as error:
+        return f'<div class="bad" title="{_title(where)}">{html.text(error)}</div>'
+    facts = f"{picture.pixels[1]}×{picture.pixels[0]}, {picture.window}"
+    title = "\n".join((where, *picture.caption, facts))
+    small = max(picture.rgb.size) <= _PIXEL_ART
+    image = _img(picture.rgb, small=small, key=packed.key(sample), title=title, fine=True)
+    caption = "".join(f"<span>{html.text(line)}</span>" for line in picture.caption)
+    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
+
+
+def _img(image: Image, *, small: bool, key: str, title: str, fine: bool = False) -> str:
+    """The picture within the page: as PNG, shown pixel by pixel, if it is small, else as JPEG.
+
+    `fine` keeps coloured lines of one pixel, which JPEG's usual subsampling of colours takes away.
+    """
+    out = io.BytesIO()
+    kind, pixels = ("png", ' class="px"') if small else ("jpeg", "")
+    if small:
+        image.save(out, "PNG")
+    else:
+        image.save(out, "JPEG", quality=90 if fine else 80, optimize=True, subsampling=0 if fine else -1)
     return (
-        f'<img{pixels} src="data:image/{kind};base64,{base64.b64encode(thumbnail).decode("ascii")}" '
-        f'width="{size[0]}" height="{size[1]}" loading="lazy" decoding="async" alt="{html.text(key)}" '
-        f'title="{_title(f"{where}{chr(10)}{facts}")}">'
+        f'<img{pixels} src="data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode("ascii")}" '
+        f'width="{image.width}" height="{image.height}" loading="lazy" decoding="async" alt="{html.text(key)}" '
+        f'title="{_title(title)}">'
     )
 
 
@@ -335,26 +400,20 @@ def _title(lines: str) -> str:
     return "&#10;".join(html.text(line) for line in lines.split("\n"))
 
 
-def _thumbnail(picture: Picture) -> tuple[str, bytes, tuple[int, int]]:
-    """MIME subtype, encoded bytes and (width, height); upright."""
-    from PIL import Image
+def _thumbnail(picture: Picture) -> Image:
+    """The picture made smaller, upright."""
+    from PIL.Image import Resampling, Transpose
 
     turn = {
-        2: (Image.Transpose.FLIP_LEFT_RIGHT,), 3: (Image.Transpose.ROTATE_180,), 4: (Image.Transpose.FLIP_TOP_BOTTOM,),
-        5: (Image.Transpose.TRANSPOSE,), 6: (Image.Transpose.ROTATE_270,), 7: (Image.Transpose.TRANSVERSE,),
-        8: (Image.Transpose.ROTATE_90,),
+        2: (Transpose.FLIP_LEFT_RIGHT,), 3: (Transpose.ROTATE_180,), 4: (Transpose.FLIP_TOP_BOTTOM,),
+        5: (Transpose.TRANSPOSE,), 6: (Transpose.ROTATE_270,), 7: (Transpose.TRANSVERSE,),
+        8: (Transpose.ROTATE_90,),
     }.get(picture.orientation, ())  # fmt: skip
     image = picture.rgb
     scale = min(_SHORT_SIDE / min(image.size), _LONG_SIDE / max(image.size), 1.0)
-    small = max(image.size) <= _PIXEL_ART
     if scale < 1:
         size = (max(round(image.width * scale), 1), max(round(image.height * scale), 1))
-        image = image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+        image = image.resize(size, Resampling.LANCZOS, reducing_gap=3.0)
     for operation in turn:
         image = image.transpose(operation)
-    out = io.BytesIO()
-    if small:
-        image.save(out, "PNG")
-    else:
-        image.save(out, "JPEG", quality=80, optimize=True)
-    return "png" if small else "jpeg", out.getvalue(), image.size
+    return image

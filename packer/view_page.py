@@ -166,12 +166,13 @@ def _height(share: float) -> float:
     return max(100 * share, 0.8) if share else 0.0
 
 
-def sheet_section(said: str, groups: Sequence[tuple[str | None, int, Sequence[str]]]) -> str:
-    """The contact sheet: per group its name, its size, and its tiles (HTML)."""
+def sheet_section(said: str, groups: Sequence[tuple[str | None, int, Sequence[str]]], *, wide: bool = False) -> str:
+    """The contact sheet: per group its name, its size, and its tiles (HTML), `wide` ones with room for captions."""
+    kind = "tiles wide" if wide else "tiles"
     parts = [f"<p>{text(said)}</p>"]
     for name, count, tiles in groups:
         title = "" if name is None else f"<h3>{text(name)}<span>{count:,}</span></h3>"
-        parts.append(f'<div class="class">{title}<div class="tiles">{"".join(tiles)}</div></div>')
+        parts.append(f'<div class="class">{title}<div class="{kind}">{"".join(tiles)}</div></div>')
     return _section("Contact sheet", "\n".join(parts))
 
 

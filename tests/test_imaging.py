@@ -20,6 +20,7 @@ import packer.image_headers
 import packer.imaging
 from packer.errors import BadImageError
 from packer.imaging import MAX_PIXELS, ImageInfo, decode_check, probe, probe_all
+from packer.pictures import decode_rgb
 
 MODES = {
     "JPEG": ("L", "RGB", "CMYK"),
@@ -295,6 +296,8 @@ def test_decoding_damage_raises_nothing_but_bad_image(number: int, data: st.Data
     try:
         info = decode_check(damaged)
     except BadImageError:
+        with pytest.raises(BadImageError):
+            decode_rgb(damaged)
         return
     assert info.height > 0
     assert info.width > 0

@@ -44,6 +44,7 @@ def command(
 
     Pictures by class, histograms of classes and sizes, and the table of shards. The page is
     one file that needs no network and runs no script, so it can be mailed or kept beside the data.
+    CT slices are windowed (40/400 HU), with the borders of their masks; of a volume, the middle one.
 
     \b
     Examples:
