@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from packer import npy
-from packer.ct_samples import array_field, pixel_spacing, record_of
+from packer.ct_samples import array_field, pixel_spacing, record_of, voxels
 from packer.errors import BadArrayError
 from packer.packed import PackedSplit
 
@@ -58,7 +57,7 @@ def slice_picture(packed: PackedSplit, sample: int, short_side: int, long_side: 
 
     record = record_of(packed, sample)
     field = array_field(packed, sample)
-    volume = _array(packed, sample, field or "ct.npy")
+    volume = voxels(packed, sample, field or "ct.npy")
     at = volume.shape[0] // 2
     hounsfield = record.get("units", "HU") == "HU"
     grey = windowed(volume[at], hounsfield=hounsfield)
@@ -66,7 +65,7 @@ def slice_picture(packed: PackedSplit, sample: int, short_side: int, long_side: 
     rgb = np.repeat(np.asarray(fromarray(grey).resize(size, Resampling.LANCZOS))[:, :, None], 3, axis=2)
     mask = next((name for name in packed.fields if name in ("mask.npy", "mask.npy.zst")), None)
     if mask is not None and packed.rows[sample][f"{mask}:length"] >= 0:
-        region = _array(packed, sample, mask)
+        region = voxels(packed, sample, mask)
         if region.shape != volume.shape:
             raise BadArrayError(f"{mask} has the shape {region.shape[1:]}, {field} {volume.shape[1:]}"
                                 if len(region) == len(volume) else f"{mask} has {len(region)} slices, "
@@ -74,19 +73,6 @@ def slice_picture(packed: PackedSplit, sample: int, short_side: int, long_side: 
         rgb[border(shrink(region[at] != 0, (size[1], size[0])))] = OUTLINE_RGB
     window = f"window {CENTRE_HU}/{WIDTH_HU} HU" if hounsfield else "from least to greatest value"
     return SlicePicture(fromarray(rgb), _caption(record, at, len(volume)), window, (grey.shape[0], grey.shape[1]))
-
-
-def _array(packed: PackedSplit, sample: int, field: str) -> npt.NDArray[Any]:
-    """(D, H, W); a slice is a volume of one."""
-    try:
-        array = npy.decode(packed.read(sample, field, check=True) or b"")
-    except BadArrayError as error:
-        raise BadArrayError(f"{field}: {error}") from error
-    if array.ndim == 2:
-        array = array[None]
-    if array.ndim != 3 or not array.size or array.dtype.kind == "c":
-        raise BadArrayError(f"{field}: {array.dtype} of shape {array.shape} is no slice or volume")
-    return array
 
 
 def windowed(values: npt.NDArray[Any], *, hounsfield: bool) -> npt.NDArray[np.uint8]:

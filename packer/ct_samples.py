@@ -7,6 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from packer import npy
 from packer.errors import BadArrayError
 from packer.packed import PackedSplit
 from packer.sample import is_picture_array
@@ -19,6 +23,32 @@ def array_field(packed: PackedSplit, sample: int) -> str | None:
     """The field that holds the sample's slice or volume; None where it has neither."""
     row = packed.rows[sample]
     return next((name for name in packed.fields if is_picture_array(name) and row[f"{name}:length"] >= 0), None)
+
+
+def has_array(packed: PackedSplit) -> npt.NDArray[np.bool_]:
+    """Which samples have a slice or volume, (n,)."""
+    found = np.zeros(len(packed.rows), bool)
+    for name in filter(is_picture_array, packed.fields):
+        found |= packed.rows[f"{name}:length"] >= 0
+    return found
+
+
+def voxels(packed: PackedSplit, sample: int, field: str) -> npt.NDArray[Any]:
+    """A field's array, (D, H, W); a slice is a volume of one.
+
+    Raises:
+        BadArrayError: it is damaged, or no slice or volume of real numbers.
+        ShardError: the shard is truncated or damaged.
+    """
+    try:
+        array = npy.decode(packed.read(sample, field, check=True) or b"")
+    except BadArrayError as error:
+        raise BadArrayError(f"{field}: {error}") from error
+    if array.ndim == 2:
+        array = array[None]
+    if array.ndim != 3 or not array.size or array.dtype.kind == "c":
+        raise BadArrayError(f"{field}: {array.dtype} of shape {array.shape} is no slice or volume")
+    return array
 
 
 def series_of(key: str, fields: Sequence[str]) -> str:

@@ -6,7 +6,8 @@ taken over all pixels of all pictures together, so a large picture counts for mo
 
     mean = Σ x / n        std = sqrt(Σ x² / n − mean²)
 
-Both follow from exact integer counts of the 256 values, so no rounding adds up.
+Both follow from exact integer counts of the 256 values, so no rounding adds up. What is said of CT slices and volumes
+is in `packer.ct_stats`.
 """
 
 from __future__ import annotations
@@ -14,48 +15,27 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from packer.ct_samples import array_field, has_array, voxels
+from packer.ct_stats import CtStats, HuCounts, ct_stats
 from packer.engines import Report, local_engine, no_report
 from packer.errors import BadImageError
 from packer.index import Rows
 from packer.packed import Packed, PackedSplit
 from packer.pictures import decode_rgb, picture_fields
+from packer.spread import Spread, spread
 from packer.strings import Int64s
 
 #: Pictures a task; some seconds of decoding.
 _AT_ONCE = 512
+_VOLUMES_AT_ONCE = 4
 _REPORT_EVERY = 16
-_BINS = 16
 _KEPT = 100  # undecodable pictures that are named, of one split
-
-
-@dataclass(frozen=True)
-class Bin:
-    """So many values lie in low ≤ value < high."""
-
-    low: int
-    high: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How values are spread.
-
-    Attributes:
-        min, median, max: the median is the lower of the two middle values.
-        bins: consecutive, of round limits.
-    """
-
-    min: int
-    median: int
-    max: int
-    bins: tuple[Bin, ...]
 
 
 @dataclass(frozen=True)
@@ -129,6 +109,7 @@ class SplitStats:
         sizes: None where no picture's size is known.
         channels: from decoding `channels.pictures` of the pictures.
         pictures: samples that have one.
+        ct: of CT slices or volumes; None where there are none.
     """
 
     samples: int
@@ -138,6 +119,7 @@ class SplitStats:
     sizes: Sizes | None
     pictures: int
     channels: Channels
+    ct: CtStats | None = None
 
 
 def stats(
@@ -153,7 +135,7 @@ def stats(
     Args:
         folder: a packed dataset.
         split: only this split.
-        sample: decode only so many pictures of a split, chosen at random (always the same).
+        sample: decode only so many pictures (slices, volumes) of a split, chosen at random (always the same).
         workers: processes; None takes one per CPU that may be used.
         progress: called with (pictures, bytes) done since the last call.
 
@@ -169,10 +151,11 @@ def stats(
     splits = dataset.only(split)
     chosen = {name: _choose(packed, sample) for name, packed in splits.items()}
     sums = {name: _Sums() for name in splits}
+    at_once = _VOLUMES_AT_ONCE if any(field.startswith("vol.") for field in dataset.manifest.fields) else _AT_ONCE
     tasks = [
-        _Task(name, splits[name], samples[i : i + _AT_ONCE])
+        _Task(name, splits[name], samples[i : i + at_once])
         for name, samples in chosen.items()
-        for i in range(0, len(samples), _AT_ONCE)
+        for i in range(0, len(samples), at_once)
     ]
     for name, found in local_engine(workers, len(tasks)).run(_decode, tasks, progress or no_report):
         sums[name].add(found)
@@ -203,6 +186,7 @@ def _split_stats(packed: PackedSplit, classes: Sequence[str] | None, sums: _Sums
         sizes=_sizes(rows, sums.sizes),
         pictures=int(np.count_nonzero(has_picture(packed))),
         channels=sums.channels(),
+        ct=ct_stats(packed, sums.hu),
     )
 
 
@@ -236,49 +220,12 @@ def _sizes(rows: Rows, decoded: dict[int, tuple[int, int]]) -> Sizes | None:
     return Sizes(int(known.sum()), spread(width), spread(height), spread(np.minimum(height, width)), common)
 
 
-def spread(values: npt.NDArray[np.signedinteger]) -> Spread:
-    """Minimum, median, maximum, and a histogram of at most 18 bins; values (n,) ≥ 0, n ≥ 1.
-
-    >>> spread(np.array([3, 3, 4])).bins
-    (Bin(low=3, high=4, count=2), Bin(low=4, high=5, count=1))
-    """
-    values = np.sort(values.astype(np.int64))
-    low, median, high = int(values[0]), int(values[(len(values) - 1) // 2]), int(values[-1])
-    edges = _edges(values)
-    counts = np.diff(np.searchsorted(values, edges)).tolist()
-    bins = tuple(Bin(a, b, n) for a, b, n in zip(edges[:-1], edges[1:], counts, strict=True))
-    return Spread(low, median, high, bins)
-
-
-def _edges(values: Int64s) -> list[int]:
-    """Round limits that show the bulk well: steps of 1, 2 or 5 × 10ᵏ between the 1st and the 99th hundredth.
-
-    What lies beyond goes into one wide bin on each side.
-    """
-    low, high = int(values[len(values) // 100]), int(values[-1 - len(values) // 100])
-    step = next(s for s in _round_steps() if (high // s - low // s) < _BINS)
-    edges = list(range(low // step * step, high + step + 1, step))
-    edges = [edge for edge in edges if edge - step <= high]
-    if values[0] < edges[0]:
-        edges.insert(0, int(values[0]))
-    if values[-1] >= edges[-1]:
-        edges.append(int(values[-1]) + 1)
-    return edges
-
-
-def _round_steps() -> Iterator[int]:
-    scale = 1
-    while True:
-        yield from (scale, 2 * scale, 5 * scale)
-        scale *= 10
-
-
 # ---------------------------------------------------------------- from the pixels
 
 
 def _choose(packed: PackedSplit, sample: int | None) -> Int64s:
     """Numbers of the samples to decode, ascending, so that the shards are read front to back."""
-    samples = np.flatnonzero(has_picture(packed))
+    samples = np.flatnonzero(has_picture(packed) | has_array(packed))
     if sample is not None and sample < len(samples):
         samples = np.sort(np.random.default_rng(0).choice(samples, sample, replace=False))
     return samples
@@ -301,6 +248,7 @@ class _Sums:
         self.failures: list[tuple[int, str]] = []
         self.failed = 0
         self.sizes: dict[int, tuple[int, int]] = {}  # (height, width), only where the index has none
+        self.hu: HuCounts | None = None  # a large table, which pictures do without
 
     def fail(self, sample: int, reason: str) -> None:
         """Note a picture that does not decode."""
@@ -315,6 +263,10 @@ class _Sums:
         self.failed += other.failed
         self.failures = sorted([*self.failures, *other.failures])[:_KEPT]
         self.sizes |= other.sizes
+        if self.hu is None:
+            self.hu = other.hu
+        elif other.hu is not None:
+            self.hu.add(other.hu)
 
     def channels(self) -> Channels:
         """Mean and standard deviation by exact integers."""
@@ -343,28 +295,47 @@ class _Sums:
 
 
 def _decode(task: _Task, report: Report) -> tuple[str, _Sums]:
-    """Decode some pictures and count their values."""
+    """Decode some pictures and slices and count their values."""
     sums, packed = _Sums(), task.packed
     fields = picture_fields(packed.fields)
     done = size = 0
     for sample in task.samples.tolist():
         row = packed.rows[sample]
-        field = next(name for name in fields if row[f"{name}:length"] >= 0)
-        data = packed.read(sample, field, check=True) or b""
-        try:
-            picture = decode_rgb(data)
-        except BadImageError as error:
-            sums.fail(sample, str(error))
-        else:
-            sums.values += np.array(picture.rgb.histogram(), np.uint64).reshape(3, 256)
-            sums.formats[picture.format] += 1
-            sums.modes[picture.mode] += 1
-            if row["height"] < 0:
-                sums.sizes[sample] = (picture.rgb.height, picture.rgb.width)
-        done, size = done + 1, size + len(data)
+        picture = next((name for name in fields if row[f"{name}:length"] >= 0), None)
+        array = array_field(packed, sample)
+        if picture is not None:
+            _count_picture(sums, packed, sample, picture)
+        if array is not None:
+            _count_array(sums, packed, sample, array)
+        done, size = done + 1, size + sum(int(row[f"{name}:length"]) for name in (picture, array) if name is not None)
         if done == _REPORT_EVERY:
             report(done, size)
             done = size = 0
     report(done, size)
     packed.close()
     return task.name, sums
+
+
+def _count_picture(sums: _Sums, packed: PackedSplit, sample: int, field: str) -> None:
+    try:
+        picture = decode_rgb(packed.read(sample, field, check=True) or b"")
+    except BadImageError as error:
+        sums.fail(sample, str(error))
+        return
+    sums.values += np.array(picture.rgb.histogram(), np.uint64).reshape(3, 256)
+    sums.formats[picture.format] += 1
+    sums.modes[picture.mode] += 1
+    if packed.rows[sample]["height"] < 0:
+        sums.sizes[sample] = (picture.rgb.height, picture.rgb.width)
+
+
+def _count_array(sums: _Sums, packed: PackedSplit, sample: int, field: str) -> None:
+    sums.hu = sums.hu or HuCounts()
+    try:
+        array = voxels(packed, sample, field)
+    except BadImageError as error:
+        sums.hu.fail(sample, str(error))
+        return
+    sums.hu.count(array)
+    if packed.rows[sample]["height"] < 0:
+        sums.sizes[sample] = (array.shape[1], array.shape[2])

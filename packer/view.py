@@ -30,7 +30,7 @@ from packer.manifest import FILE, Manifest
 from packer.packed import Packed, PackedSplit
 from packer.pictures import Picture, decode_rgb, picture_fields
 from packer.sample import is_picture_array, printable
-from packer.stats import spread
+from packer.spread import spread
 from packer.storage import PARTIAL, output_error, write_atomic
 from packer.strings import Int64s
 

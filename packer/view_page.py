@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from packer.manifest import Manifest
 from packer.sample import printable
-from packer.stats import Bin, Spread
+from packer.spread import Bin, Spread
 
 _LISTED = 30  # classes with a line each; more become one chart
 _MAX_BARS = 400

@@ -21,7 +21,8 @@ from packer.errors import UsageError
 from packer.pack import PackOptions, pack
 from packer.pictures import decode_rgb, picture_fields
 from packer.sources.folder import FolderSource
-from packer.stats import SplitStats, spread, stats
+from packer.spread import spread
+from packer.stats import SplitStats, stats
 
 
 @pytest.fixture

@@ -11,9 +11,11 @@ from packer.cli.options import as_json, counted, dataset, human_bytes, quiet, wo
 from packer.cli.tables import bar, table
 
 if TYPE_CHECKING:
+    from packer.ct_stats import CtStats
     from packer.stats import ClassCount, Sizes, SplitStats
 
 _LISTED = 20  # classes; of more, the largest and the smallest are shown
+_BINS_A_LINE = 2  # of the histogram of HU
 
 
 @click.command("stats")
@@ -23,7 +25,7 @@ _LISTED = 20  # classes; of more, the largest and the smallest are shown
     "--sample",
     type=click.IntRange(0),
     metavar="N",
-    help="Decode only N pictures of each split, chosen at random: estimates in seconds. 0 decodes none.",
+    help="Decode only N pictures (or slices, volumes) of each split, chosen at random: estimates in seconds. 0: none.",
 )
 @workers
 @as_json
@@ -37,6 +39,9 @@ def command(
     as stored, without resizing: what Normalize(mean, std) wants. Every picture is decoded (some
     600 to 900 a second and core), unless --sample says how many are enough.
 
+    Of CT slices and volumes: least, greatest and mean Hounsfield units (HU) and their histogram in
+    bins of 64 HU, series, patients, slices of each series, spacings in mm (--json: the key `ct`).
+
     \b
     Examples:
       packer stats out/
@@ -48,20 +53,24 @@ def command(
 
     from packer.cli.progress import Bar
     from packer.manifest import Manifest
+    from packer.sample import is_picture_array
     from packer.stats import stats
 
-    sizes = [s.samples for name, s in Manifest.load(dataset).splits.items() if split in (None, name)]
+    manifest = Manifest.load(dataset)
+    sizes = [s.samples for name, s in manifest.splits.items() if split in (None, name)]
     total = sum(size if sample is None else min(size, sample) for size in sizes)
-    with Bar("decoding", "pictures", total, quiet=quiet) as progress:
+    what = "samples" if any(map(is_picture_array, manifest.fields)) else "pictures"
+    with Bar("decoding", what, total, quiet=quiet) as progress:
         found = stats(dataset, split=split, sample=sample, workers=workers, progress=progress.update)
     if as_json:
         click.echo(json.dumps({name: asdict(one) for name, one in found.items()}, indent=2))
     else:
         click.echo("\n\n".join("\n".join(_lines(name, one)) for name, one in found.items()))
     for name, one in found.items():
-        if one.channels.failed and not quiet:
+        failed = one.channels.failed + (one.ct.hu.failed if one.ct else 0)
+        if failed and not quiet:
             click.echo(
-                f"{counted(one.channels.failed, 'picture')} of {name} cannot be decoded; "
+                f"{counted(failed, 'array' if one.ct else 'picture')} of {name} cannot be decoded; "
                 f"run: packer verify {dataset} --deep",
                 err=True,
             )
@@ -81,6 +90,9 @@ def _lines(name: str, found: SplitStats) -> Iterator[str]:
         rows.append([printable(field), f"{facts.count:,}", *map(human_bytes, spread)])
     yield from _section("fields", table(rows, "<>>>>>"))
     yield from _section("pixels", list(_channels(found)))
+    if found.ct is not None:
+        yield from _section("CT series", list(_series(found.ct)))
+        yield from _section("Hounsfield units", list(_hounsfield(found.ct)))
 
 
 def _section(title: str, lines: list[str]) -> list[str]:
@@ -150,3 +162,51 @@ def _channels(found: SplitStats) -> Iterator[str]:
     )
     yield f"formats: {', '.join(f'{name} {count:,}' for name, count in channels.formats.items())}"
     yield f"modes: {', '.join(f'{name} {count:,}' for name, count in channels.modes.items())}"
+
+
+def _series(ct: CtStats) -> Iterator[str]:
+    patients = f", of {counted(ct.patients, 'patient')}" if ct.patients else ""
+    yield f"{ct.series:,} series{patients}"
+    rows = [["", "smallest", "median", "largest"]]
+    if ct.slices is not None:
+        rows.append(["slices", f"{ct.slices.min:,}", f"{ct.slices.median:,}", f"{ct.slices.max:,}"])
+    for name, mm in (("rows", ct.row_mm), ("columns", ct.column_mm), ("slices", ct.slice_mm)):
+        if mm is not None:
+            rows.append([f"mm between {name}", f"{mm.min:.4g}", f"{mm.median:.4g}", f"{mm.max:.4g}"])
+    if len(rows) > 1:
+        yield from table(rows, "<>>>")
+
+
+def _hounsfield(ct: CtStats) -> Iterator[str]:
+    hu = ct.hu
+    if hu.min is None or hu.max is None or hu.mean is None or hu.std is None:
+        return
+    if hu.arrays == ct.samples:
+        decoded = f"all {hu.arrays:,}"
+    elif hu.arrays + hu.failed == ct.samples:
+        decoded = f"all that decode, {hu.arrays:,} of {ct.samples:,}"
+    else:
+        decoded = f"estimated from {hu.arrays:,} of {ct.samples:,}"
+    yield f"{decoded} slices or volumes, {hu.voxels:,} voxels"
+    if others := ct.series - ct.units.get("HU", 0):
+        yield f"the values of {others:,} series are of unknown unit"
+    if hu.left_out:
+        yield f"{counted(hu.left_out, 'voxel')} left out: NaN, infinite, or beyond ±1e9"
+    yield f"{hu.min:g} to {hu.max:g}, mean {hu.mean:.2f}, std {hu.std:.2f}"
+    lines = [("below", hu.bins[0].low, hu.below)] if hu.below else []
+    for i in range(0, len(hu.bins), _BINS_A_LINE):
+        bins = hu.bins[i : i + _BINS_A_LINE]
+        lines.append((f"{bins[0].low:,}", bins[-1].high, sum(one.count for one in bins)))
+    if hu.above:
+        lines.append(("from", hu.bins[-1].high, hu.above))
+    while not lines[-1][2]:
+        lines.pop()
+    first = next(i for i, (_, _, count) in enumerate(lines) if count)
+    most = max(count for _, _, count in lines)
+    yield from table(
+        [
+            [low, f"{high:,}" if low in ("below", "from") else f"– {high - 1:,}", f"{count:,}", bar(count / most)]
+            for low, high, count in lines[first:]
+        ],
+        ">>><",
+    )
