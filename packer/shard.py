@@ -17,10 +17,11 @@ from packer.engines import Report
 from packer.errors import BadImageError, ProblemsError
 from packer.filling import Filler
 from packer.formats import get_format
-from packer.formats.base import About, Batch, Format, Seen, ShardWriter
+from packer.formats.base import About, Format, Seen, ShardWriter
 from packer.imaging import decode_check, probe, probe_all
 from packer.index import Rows, empty_rows, npy_rows, row_dtype
 from packer.sample import is_image_field, is_picture_array, label_of, printable
+from packer.shard_members import LABEL_FIELD, MadeLabels, Members
 from packer.sources.base import Maker, Reader, Scan, Source
 from packer.storage import PARTIAL, fsync_folder, output_error, write_atomic, write_json
 from packer.strings import Int64s
@@ -29,7 +30,6 @@ from packer.strings import Int64s
 LARGE_BYTES = 64 << 20
 #: Payload bytes laid out and written at a time: fewer leave numpy's overhead per batch, more leave the cache.
 BATCH_BYTES = 4 << 20
-_LABEL_FIELD = "cls"
 #: Index columns of samples that belong together (CT): which series, which slice of it.
 UNIT_COLUMNS = ("series", "slice")
 
@@ -222,7 +222,7 @@ class _Run:
         self.reader: Reader = task.source.reader()
         self.filler = Filler(self.reader)
         scan = task.scan
-        self.fields = (*scan.fields, _LABEL_FIELD) if scan.made_cls else scan.fields
+        self.fields = (*scan.fields, LABEL_FIELD) if scan.made_cls else scan.fields
         self.rows = empty_rows(len(scan), self.fields, UNIT_COLUMNS if scan.number is not None else ())
         self.count = 0
         self.broken: list[tuple[str, str]] = []
@@ -233,7 +233,7 @@ class _Run:
         self._maker = self.reader if isinstance(self.reader, Maker) else None
         self._images = np.array([is_image_field(name) for name in scan.fields] or [False])
         self._arrays = np.array([is_picture_array(name) for name in scan.fields] or [False])
-        self._made = _MadeLabels(scan.label)
+        self._made = MadeLabels(scan.label)
 
     def batch(self, begin: int, end: int) -> int:
         """Write samples begin…end−1 of the plan; returns how many payload bytes were read."""
@@ -252,7 +252,7 @@ class _Run:
         direct = self.task.encoder is None and self._maker is None
         payloads = None if direct else self._load(places, files)
         sizes = scan.sizes[files] if payloads is None else np.array([len(p) for p in payloads], np.int64)
-        layout = _Layout(scan, begin, end, files, sizes)
+        layout = Members(scan, begin, end, files, sizes)
         buffer, at = self.writer.layout(layout.batch)
         starts = at[layout.file_members]
         views = [buffer[a:b] for a, b in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
@@ -279,7 +279,7 @@ class _Run:
         for i in np.flatnonzero(held).tolist():
             (whole[i],) = self._load(places[i : i + 1], slice(files.start + i, files.start + i + 1))
             sizes[i] = len(whole[i])
-        layout = _Layout(scan, begin, begin + 1, files, sizes)
+        layout = Members(scan, begin, begin + 1, files, sizes)
         views = [memoryview(whole.get(i, b"")) for i in range(len(places))]
         image_sizes, keep = self._look(views, layout, begin, files)
         if not keep.all():
@@ -302,7 +302,7 @@ class _Run:
         self._note(layout, begin, keep, offsets, crcs, image_sizes, labels)
 
     def _look(
-        self, views: list[memoryview], layout: _Layout, begin: int, files: slice
+        self, views: list[memoryview], layout: Members, begin: int, files: slice
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Height and width of each sample's first image, (m, 2), and which samples are fit to be kept, (m,)."""
         scan = self.task.scan
@@ -326,14 +326,14 @@ class _Run:
                 by_sample[layout.file_samples[i]] = npy.size(views[i])
         return by_sample, keep
 
-    def _labels(self, views: list[memoryview], layout: _Layout, begin: int, files: slice) -> Int64s:
+    def _labels(self, views: list[memoryview], layout: Members, begin: int, files: slice) -> Int64s:
         """The label of each sample, (m,): as the source says, or as its `cls` file does."""
         scan = self.task.scan
         labels = scan.label[begin : begin + layout.samples_count]
-        if _LABEL_FIELD not in scan.fields:
+        if LABEL_FIELD not in scan.fields:
             return labels
         labels = labels.copy()
-        for i in np.flatnonzero(scan.field[files] == scan.fields.index(_LABEL_FIELD)).tolist():
+        for i in np.flatnonzero(scan.field[files] == scan.fields.index(LABEL_FIELD)).tolist():
             sample = int(layout.file_samples[i])
             if labels[sample] < 0:
                 labels[sample] = label_of(views[i])
@@ -380,7 +380,7 @@ class _Run:
             return b""
 
     def _put_labels(
-        self, buffer: memoryview, layout: _Layout, at: Int64s, crcs: npt.NDArray[np.uint32], begin: int
+        self, buffer: memoryview, layout: Members, at: Int64s, crcs: npt.NDArray[np.uint32], begin: int
     ) -> None:
         if len(layout.label_members):
             labels = self.task.scan.label[begin : begin + layout.samples_count][layout.labelled]
@@ -399,7 +399,7 @@ class _Run:
 
     def _note(
         self,
-        layout: _Layout,
+        layout: Members,
         begin: int,
         keep: npt.NDArray[np.bool_],
         offsets: Int64s,
@@ -426,75 +426,3 @@ class _Run:
         rows["shard"] = 0  # numbered in the end, when all shards of the split are known
         rows["height"], rows["width"] = image_sizes[keep].T
         self.count += count
-
-
-class _MadeLabels:
-    """The payloads of `cls` files that packing makes: class numbers in decimal digits."""
-
-    def __init__(self, labels: Int64s) -> None:
-        self._labels = np.unique(labels)
-        texts = [b"%d" % label for label in self._labels.tolist()]
-        self._lengths = np.array([len(text) for text in texts], np.int64)
-        width = int(self._lengths.max(initial=0))
-        padded = b"".join(text.ljust(width) for text in texts)
-        self._texts = np.frombuffer(padded, np.uint8).reshape(len(texts), width)
-        self._crcs = np.array([crc32c(text) for text in texts], np.uint32)
-
-    def text(self, label: int) -> bytes:
-        """The payload of one label."""
-        return b"%d" % label
-
-    def put(self, labels: Int64s, buffer: memoryview, at: Int64s) -> npt.NDArray[np.uint32]:
-        """Write the payloads of these labels at these positions; returns the crc32c of each."""
-        which = np.searchsorted(self._labels, labels)
-        lengths = self._lengths[which]
-        bytes_ = np.frombuffer(buffer, np.uint8)
-        for column in range(self._texts.shape[1]):
-            reach = lengths > column
-            bytes_[at[reach] + column] = self._texts[which[reach], column]
-        return self._crcs[which]
-
-
-class _Layout:
-    """The members of a batch: the source's files, and after each sample's files its made label.
-
-    Attributes:
-        batch: for the writer.
-        samples_count: m, number of samples.
-        samples: per member, its sample.
-        numbers: per member, its field; len(scan.fields) is the made label.
-        file_members, file_samples: per file of the source, its member and its sample.
-        labelled: (m,) which samples have a made label; label_members: those members.
-    """
-
-    def __init__(self, scan: Scan, begin: int, end: int, files: slice, sizes: Int64s) -> None:
-        self.samples_count = end - begin
-        counts = np.diff(scan.first[begin : end + 1])
-        labels = scan.label[begin:end]
-        self.labelled = labels >= 0 if scan.made_cls else np.zeros(len(labels), bool)
-        first = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts + self.labelled, out=first[1:])
-        self.samples = np.repeat(np.arange(end - begin), counts + self.labelled)
-        is_label = np.zeros(len(self.samples), bool)
-        self.label_members = first[1:][self.labelled] - 1
-        is_label[self.label_members] = True
-        self.file_members = np.flatnonzero(~is_label)
-        self.file_samples = self.samples[self.file_members]
-        self.numbers = np.full(len(self.samples), len(scan.fields), np.int64)
-        self.numbers[self.file_members] = scan.field[files]
-        member_sizes = np.zeros(len(self.samples), np.int64)
-        member_sizes[self.file_members] = sizes
-        member_sizes[self.label_members] = _digits(labels[self.labelled])
-        names = (*scan.fields, _LABEL_FIELD)
-        made = labels if scan.made_cls else np.full(len(labels), -1)
-        self.batch = Batch(scan.keys.part(begin, end), first, names, self.numbers, member_sizes, made)
-
-
-def _digits(labels: Int64s) -> Int64s:
-    """How many decimal digits each label has."""
-    digits = np.ones(len(labels), np.int64)
-    power = 10
-    while len(labels) and power <= labels.max():
-        digits += labels >= power
-        power *= 10
-    return digits
