@@ -124,6 +124,12 @@ def measure(source: str, images: int, folder: str, runs: int) -> dict[str, dict[
         "packer, 2 workers": lambda: run([*packer, source, out, "-q", "-j", "2"], out),
         "packer --no-sync, 1 worker": lambda: run([*packer, source, out, "-q", "-j", "1", "--no-sync"], out),
         "packer --no-sync, 2 workers": lambda: run([*packer, source, out, "-q", "-j", "2", "--no-sync"], out),
+        **{
+            f"packer --format {name} --no-sync, 1 worker": (
+                lambda name=name: run([*packer, source, out, "-q", "-j", "1", "--no-sync", "--format", name], out)
+            )
+            for name in ("hdf5", "tfrecord")
+        },
         "packer, one file": lambda: run([*packer, one, out, "-q", "-j", "1"], out),
         "ShardWriter": lambda: run([*writer, source, out], out, make=True),
         "ShardWriter, one file": lambda: run([*writer, one, out], out, make=True),
@@ -205,7 +211,7 @@ def show(kind: str, images: int, result: dict[str, dict[str, object]]) -> None:
     """The table."""
     tar, durable = float(result["tar cf"]["median_s"]), float(result["tar cf + fsync"]["median_s"])  # type: ignore[arg-type]
     print(f"\n{images} images, written to {kind}")
-    print(f"{'':28}{'images/s':>10}{'× tar':>8}{'× tar+fsync':>13}{'spread':>16}{'peak MB':>9}")
+    print(f"{'':44}{'images/s':>10}{'× tar':>8}{'× tar+fsync':>13}{'spread':>16}{'peak MB':>9}")
     for name, row in result.items():
         if "one file" in name or name in ("find", "packer --dry-run"):
             continue
@@ -213,7 +219,7 @@ def show(kind: str, images: int, result: dict[str, dict[str, object]]) -> None:
         median = float(row["median_s"])  # type: ignore[arg-type]
         spread = f"{images / seconds[-1]:,.0f}–{images / seconds[0]:,.0f}"
         print(
-            f"{name:28}{images / median:>10,.0f}{tar / median:>8.2f}{durable / median:>13.2f}"
+            f"{name:44}{images / median:>10,.0f}{tar / median:>8.2f}{durable / median:>13.2f}"
             f"{spread:>16}{row['peak_mb']:>9.0f}"
         )
     find, scan = float(result["find"]["median_s"]), float(result["packer --dry-run"]["median_s"])  # type: ignore[arg-type]
