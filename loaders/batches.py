@@ -17,7 +17,7 @@ from loaders.collate import Empty, Padded, collate_into
 from loaders.decode import decode_many_into
 from loaders.order import Numbers
 from loaders.samples import Reads, Samples
-from packer.errors import PackerError, SampleError
+from packer.errors import PackerError, SampleError, UsageError
 
 #: A run of samples is handed to a worker at once; runs of less than this cost more in queueing than they balance.
 RUN_BYTES = 1 << 16
@@ -158,7 +158,7 @@ class Batches:
     def _assemble(self, draft: Draft) -> Any:
         samples, empty = self.samples, draft.empty
         if self.collate_fn is not None:
-            return self.collate_fn(draft.values)
+            return call("collate_fn", self.collate_fn, draft.values)
         if self._pictures_only and draft.images is not None:
             return self._assemble_pictures(draft, self._layout(draft.images, empty))
         batch = collate_into(draft.values, empty)
@@ -193,6 +193,14 @@ class Batches:
             return empty(images.shape, dtype).copy_(images)
         count, channels, height, width = images.shape
         return empty((count, height, width, channels), dtype).permute(0, 3, 1, 2).copy_(images)
+
+
+def call(option: str, function: Callable[[Any], Any], batch: Any) -> Any:
+    """What a function of the user's makes of a batch; a stray StopIteration would end the epoch without a word."""
+    try:
+        return function(batch)
+    except StopIteration as error:
+        raise UsageError(f"{option} raised StopIteration, which is how a loader says that its epoch is over") from error
 
 
 def _compact(draft: Draft, kept: Sequence[int]) -> None:

@@ -48,7 +48,7 @@ class FolderSplit:
         self, folder: str | os.PathLike[str], split: str = "train", *, options: FolderOptions | None = None,
         skip_problems: bool = False,
     ) -> None:
-        self.folder = os.fspath(folder)
+        self.folder = os.path.abspath(folder)  # files are opened late, perhaps in another working directory
         scan = FolderSource(self.folder, options or FolderOptions()).scan()
         if scan.problems and not skip_problems:
             listed = [(printable(path), reason) for path, reason in scan.problems]
@@ -136,7 +136,7 @@ class FolderSplit:
         file = -1 if self._is_made(field) else int(self._files[field][number])
         return os.fsdecode(self._scan.paths[file]) if file >= 0 else ""
 
-    def complain(self, number: int, field: str, what: str) -> str:
+    def complain(self, number: int, field: str, what: str, *, damaged: bool = True) -> str:  # noqa: ARG002 - no verify
         """A message that names the file."""
         path = self.path(number, field) if field in self.fields else ""
         return f"{os.path.join(self.folder, printable(path or self.key(number)))}, sample {number}: {what}"

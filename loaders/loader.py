@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from loaders.assemble import make_engine, make_order, make_recipe, preloaded, settings_for
-from loaders.batches import Made
+from loaders.batches import Made, call
 from loaders.device import DeviceRun, Normalizer, map_tensors
 from loaders.engine import Run
 from loaders.options import LoaderOptions
@@ -26,7 +27,7 @@ from loaders.order import (
     make_state,
 )
 from loaders.source import Source
-from packer.errors import SampleError
+from packer.errors import SampleError, UsageError
 
 log = logging.getLogger("loaders")
 
@@ -34,9 +35,10 @@ log = logging.getLogger("loaders")
 class Loader:
     """Batches of one split, epoch after epoch. Made by `make_loader` (see `loaders.make.LoaderMaker`).
 
-    A plain iterable: each `iter()` ends the iteration before it, and begins the next epoch when its first batch is
-    asked for (trainers make iterators that they throw away, and set the epoch late). What is random follows from
-    seed and epoch alone. `len(loader)` is the number of batches of a whole epoch on this rank.
+    A plain iterable: each `iter()` ends the iteration before it (which says so if it is asked for more), and begins the
+    next epoch when its first batch is asked for (trainers make iterators that they throw away, and set the epoch
+    late). What is random follows from seed and epoch alone. `len(loader)` is the number of batches of a whole epoch
+    on this rank.
 
     Attributes:
         source: where the samples are.
@@ -91,7 +93,14 @@ class Loader:
         return self._next.epoch if self._progress is None else self._progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next `iter()` begin this epoch; a position loaded within this very epoch is kept."""
+        """Let the next `iter()` begin this epoch; a position loaded within this very epoch is kept.
+
+        Raises:
+            UsageError: not an integer of at least 0.
+        """
+        if not isinstance(epoch, int | np.integer) or epoch < 0:
+            raise UsageError(f"epoch must be an integer of at least 0, got {epoch!r}")
+        epoch = int(epoch)
         if epoch != self._next.epoch:
             self._next = Position(epoch, 0)
             if self._running() is None:
@@ -101,9 +110,7 @@ class Loader:
         return batch_count(self._order, self._deal())
 
     def __iter__(self) -> Iteration:
-        running = self._running()
-        if running is not None:
-            running.close()
+        self._end("another iter() of it")
         self._progress = None
         iteration = Iteration(self)
         self._iteration = weakref.ref(iteration)
@@ -121,6 +128,11 @@ class Loader:
 
     def _running(self) -> Iteration | None:
         return None if self._iteration is None else self._iteration()
+
+    def _end(self, by: str) -> None:
+        running = self._running()
+        if running is not None:
+            running.close(by)
 
     def _run(self, epoch: int, mine: RankBatches) -> Run:
         run: Run = self._engine.run(epoch, mine)
@@ -161,16 +173,12 @@ class Loader:
             StateError: the state is of another dataset, seed or order.
         """
         position = check_state(self._order, self._deal(), state)
-        running = self._running()
-        if running is not None:
-            running.close()
+        self._end("load_state_dict")
         self._next, self._progress = position, None
 
     def close(self) -> None:
         """Stop all workers and close all files. A later `iter()` starts anew, except where `preload` staged shards."""
-        running = self._running()
-        if running is not None:
-            running.close()
+        self._end("close")
         self._engine.close()
         self.source.close()
 
@@ -216,6 +224,7 @@ class Iteration:
         self._loader = loader  # keeps the engine while only the iterator is held
         self._under_way: tuple[Run, _Progress] | None = None
         self._closed = False
+        self._ended_by = ""
 
     def __iter__(self) -> Iteration:
         return self
@@ -228,6 +237,11 @@ class Iteration:
 
     def __next__(self) -> Any:
         if self._closed:
+            if self._ended_by:  # else the rest of an epoch would be missed in silence
+                raise UsageError(
+                    f"this iteration of the loader was ended by {self._ended_by} before its epoch was over; "
+                    "begin a new one, or make a loader for each of two that run at the same time"
+                )
             raise StopIteration
         # Under inference_mode, as evaluation loops have it, workers could not write into the buffers made here,
         # and training could not use the batches.
@@ -238,6 +252,7 @@ class Iteration:
             try:
                 made = next(run)
             except StopIteration:
+                self._closed = True
                 if self._loader._progress is progress:
                     self._loader._progress = None
                 raise
@@ -248,7 +263,7 @@ class Iteration:
         if self._loader._pin and self._loader.options.on_device is None:
             batch = map_tensors(_pinned, batch)
         transform = self._loader.options.batch_transform
-        return batch if transform is None else transform(batch)
+        return batch if transform is None else call("batch_transform", transform, batch)
 
     def _count(self, made: Made) -> None:
         """Keep account of skipped samples.
@@ -266,9 +281,10 @@ class Iteration:
             why = "no sample of a batch is left" if made.batch is None else f"max_skipped={limit}"
             raise SampleError(f"{len(loader.skipped)} samples skipped ({why}); the last: {last}", last.key, last.number)
 
-    def close(self) -> None:
-        """Stop at once."""
-        self._closed = True
+    def close(self, by: str = "") -> None:
+        """Stop at once; `by`: what else than the iteration's own user did it."""
+        if not self._closed:
+            self._closed, self._ended_by = True, by
         if self._under_way is not None:
             self._under_way[0].close()
 

@@ -146,9 +146,9 @@ class MemorySource:
         """Where the field came from."""
         return self._source.path(number, field)
 
-    def complain(self, number: int, field: str, what: str) -> str:
+    def complain(self, number: int, field: str, what: str, *, damaged: bool = True) -> str:
         """A message that leads back to the sample's file."""
-        return self._source.complain(number, field, what)
+        return self._source.complain(number, field, what, damaged=damaged)
 
     def close(self) -> None:
         """Close the source's files; the memory itself goes with this object."""

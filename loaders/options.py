@@ -96,6 +96,9 @@ class LoaderOptions:
     memory_budget: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("batch_size", "seed", "num_workers", "prefetch", "rank", "world_size", "memory_budget"):
+            if isinstance(value := getattr(self, name), np.integer):
+                object.__setattr__(self, name, int(value))
         _at_least("batch_size", self.batch_size, 1)
         _at_least("seed", self.seed, 0)
         _at_least("threads_per_worker", self.threads_per_worker, 1)

@@ -290,7 +290,10 @@ class Samples:
             return SampleError(str(error), self.source.key(number), number)
         field = next((part for part in name.split(";") if part in self.source.fields), name)
         text = str(error) if isinstance(error, PackerError) else f"{type(error).__name__}: {error}"
-        return SampleError(self.source.complain(number, field, text), self.source.key(number), number)
+        theirs = self._crop is None and name == self.picture and not isinstance(error, PackerError | OSError)
+        damaged = not theirs and not isinstance(error, UsageError)
+        text = self.source.complain(number, field, f"the transform raised {text}" if theirs else text, damaged=damaged)
+        return SampleError(text, self.source.key(number), number)
 
     # ------------------------------------------------------------ the picture
 

@@ -59,8 +59,8 @@ class Source(Protocol):
         """Where the field came from: the original path relative to the source, empty if unknown."""
         ...
 
-    def complain(self, number: int, field: str, what: str) -> str:
-        """A message that leads back to the sample's file."""
+    def complain(self, number: int, field: str, what: str, *, damaged: bool = True) -> str:
+        """A message that leads back to the sample's file; `damaged`: its bytes are to blame."""
         ...
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class PackedSource:
     """
 
     def __init__(self, folder: str | os.PathLike[str], split: str) -> None:
-        packed = Packed(folder)
+        packed = Packed(os.path.abspath(folder))  # files are opened late, perhaps in another working directory
         self.folder = packed.folder
         self.split = packed[split]
         self.manifest = packed.manifest
@@ -142,9 +142,9 @@ class PackedSource:
         """The original path relative to the packed source, empty where packing made the field."""
         return os.fsdecode(self.split.names.paths[self._path_columns[field]][number])
 
-    def complain(self, number: int, field: str, what: str) -> str:
+    def complain(self, number: int, field: str, what: str, *, damaged: bool = True) -> str:
         """Shard, sample, key and field, and what to run."""
-        return self.split.complain(number, field, what)
+        return self.split.complain(number, field, what, damaged=damaged)
 
     def close(self) -> None:
         """Close the shards."""
@@ -242,10 +242,10 @@ class ConcatSource:
         part, local = self._part(number)
         return part.path(local, field) if field in part.fields else ""
 
-    def complain(self, number: int, field: str, what: str) -> str:
+    def complain(self, number: int, field: str, what: str, *, damaged: bool = True) -> str:
         """A message that leads back to the sample's file."""
         part, local = self._part(number)
-        return part.complain(local, field, what)
+        return part.complain(local, field, what, damaged=damaged)
 
     def close(self) -> None:
         """Close all parts."""

@@ -60,7 +60,9 @@ class StreamSource(torch.utils.data.IterableDataset[RawSample]):
         self, urls: Sequence[str], *, shuffle_shards: bool, seed: int, epoch_samples: int | None, handler: Handler
     ) -> None:
         if not urls:
-            raise UsageError("no shards: the list of urls is empty")
+            raise UsageError("no shards: the list of urls is empty, or names folders without .tar files")
+        if epoch_samples is not None and epoch_samples < 1:
+            raise UsageError(f"epoch_samples must be at least 1, got {epoch_samples!r}")
         self.urls = list(urls)
         self.epoch = Epoch()
         self._order = Order(samples=len(urls), seed=seed, shuffle=shuffle_shards)

@@ -241,13 +241,11 @@ class PackedSplit:
         values = ((field, self.read(i, field, check=check)) for field in self.fields)
         return {field: value for field, value in values if value is not None}
 
-    def complain(self, i: int, field: str, what: str) -> str:
-        """An error text that leads back to the sample."""
+    def complain(self, i: int, field: str, what: str, *, damaged: bool = True) -> str:
+        """An error text that leads back to the sample and, if its bytes are to blame, on to what checks them all."""
         shard = self.split.shards[int(self.rows[i]["shard"])].name
-        return (
-            f"{shard}, sample {i} {printable(self.names.keys[i])!r}, field {field!r}: {what}; "
-            f"run: packer verify {self.folder}"
-        )
+        text = f"{shard}, sample {i} {printable(self.names.keys[i])!r}, field {field!r}: {what}"
+        return f"{text}; run: packer verify {self.folder}" if damaged else text
 
     def close(self) -> None:
         """Close the shard files. They open again when next read."""

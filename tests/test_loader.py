@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from loader_helpers import SIZES, flat, jpeg, pack_tree, write_tree
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from loaders import Padded, pad_collate
+from loaders import Padded, folder_loader, pad_collate
 from loaders.dataset import PackedDataset
 from loaders.loader import Loader
 from loaders.options import Sampling
@@ -637,3 +637,82 @@ def test_datasets_of_different_classes_do_not_mix(packed: Path, tmp_path: Path) 
     stranger = pack_tree(write_tree(tmp_path / "src", samples=4, classes=4), tmp_path / "out")
     with pytest.raises(UsageError, match="different classes"):
         make_loader([packed, stranger])
+
+
+# ---------------------------------------------------------------- functions and iterations that misbehave
+
+
+def refuse(image: Image.Image) -> None:
+    raise ValueError("not today")
+
+
+def no_more(batch: Any) -> None:
+    raise StopIteration
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_transform_raises_is_not_blamed_on_the_data(packed: Path, workers: int) -> None:
+    with (
+        make_loader(packed, transform=refuse, engine="process", num_workers=workers) as loader,
+        pytest.raises(SampleError, match="field 'jpg': the transform raised ValueError: not today") as raised,
+    ):
+        list(loader)
+    assert "packer verify" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("engine", "workers"), [("thread", 0), ("thread", 1), ("process", 1)])
+def test_a_stray_stop_iteration_does_not_end_the_epoch(packed: Path, engine: Any, workers: int) -> None:
+    for option in ("collate_fn", "batch_transform"):
+        options: dict[str, Any] = {option: no_more, "engine": engine, "num_workers": workers}
+        with (
+            make_loader(packed, transform=EvalCrop(8), **options) as loader,
+            pytest.raises(UsageError, match=f"{option} raised StopIteration"),
+        ):
+            list(loader)
+
+
+def test_an_iteration_that_was_ended_early_says_so(packed: Path) -> None:
+    with index_loader(packed) as loader:
+        ends: list[tuple[Callable[[], Any], str]] = [
+            (lambda: iter(loader), "another iter"),
+            (lambda: loader.load_state_dict(loader.state_dict()), "load_state_dict"),
+            (loader.close, "close"),
+        ]
+        for end, by in ends:
+            iteration = iter(loader)
+            next(iteration)
+            end()
+            with pytest.raises(UsageError, match=f"ended by {by}.* before its epoch was over"):
+                next(iteration)
+        iteration = iter(loader)
+        assert len(list(iteration)) == len(loader)
+        iter(loader)
+        assert list(iteration) == [], "it was over by itself"
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "3", None])
+def test_epochs_that_cannot_be_meant(packed: Path, epoch: Any) -> None:
+    with index_loader(packed) as loader, pytest.raises(UsageError, match="epoch must be an integer of at least 0"):
+        loader.set_epoch(epoch)
+
+
+def test_integers_may_be_numpys(packed: Path) -> None:
+    with index_loader(packed, seed=3, batch_size=8) as loader:
+        loader.set_epoch(2)
+        want = indices(loader)
+    with index_loader(packed, seed=np.int64(3), batch_size=np.int32(8)) as loader:
+        loader.set_epoch(np.int64(2))  # type: ignore[arg-type] # as numpy's loops give it
+        assert indices(loader) == want
+        assert {type(value) for value in loader.state_dict().values()} == {int, str}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_relative_path_holds_after_a_change_of_directory(
+    packed: Path, workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"transform": EvalCrop(8), "engine": "process", "num_workers": workers}
+    for make, path in ((make_loader, packed), (folder_loader.make_loader, packed.parent / "src")):
+        monkeypatch.chdir(path.parent)
+        with make(path.name, **options) as loader:
+            monkeypatch.chdir(tmp_path)
+            assert len(list(loader)) == len(loader)

@@ -197,3 +197,10 @@ def test_indexed_samples_shuffle_by_epoch_and_pickle(packed: Path) -> None:
     loader = DataLoader(samples, batch_size=None, num_workers=2)
     assert sorted(keys(loader)) == sorted(first)
     assert len(keys(pickle.loads(pickle.dumps(IndexedSamples(packed))))) == SAMPLES
+
+
+def test_streams_that_cannot_be_meant(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="epoch_samples must be at least 1, got 0"):
+        pipeline(packed, epoch_samples=0)
+    with pytest.raises(UsageError, match=r"names folders without \.tar files"):
+        pipeline(tmp_path)
