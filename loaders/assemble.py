@@ -4,6 +4,7 @@ and by which engine.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,12 +18,14 @@ from loaders.engine_buffers import BufferPool, pinned_empty
 from loaders.engine_process import ProcessEngine
 from loaders.engine_thread import ThreadEngine
 from loaders.memory import MemorySource, budget_bytes, check_open_files
-from loaders.options import LoaderOptions, Settings
+from loaders.options import FOLLOWERS, LoaderOptions, Settings
 from loaders.order import Mixture, Numbers, Order
 from loaders.samples import Samples
 from loaders.source import ConcatSource, PackedSource, Source
 from loaders.staging import SHM, StagedSource
 from packer.errors import UsageError
+
+log = logging.getLogger("loaders")
 
 
 def preloaded(source: Source, options: LoaderOptions) -> Source:
@@ -110,6 +113,12 @@ def settings_for(options: LoaderOptions, recipe: Batches) -> Settings:
     """Workers, engine and prefetch for these options; what is "auto" is settled in `loaders.auto`."""
     theirs = {"transform": not recipe.samples.ours, "collate_fn": options.collate_fn is not None}
     foreign = [name for name, is_theirs in theirs.items() if is_theirs]
+    followers = [name for name, kind in recipe.samples.targets.items() if kind in FOLLOWERS]
+    if followers and theirs["transform"]:
+        log.warning(
+            "a transform from elsewhere moves the picture alone, and these fields stay as stored: %s; where they must "
+            "match, take a transform of loaders.transforms", ", ".join(followers)
+        )
     return settle(recipe.samples.source, options, foreign)
 
 

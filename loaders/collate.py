@@ -83,8 +83,8 @@ def collate_into(batch: Sequence[Any], empty: Empty, *, pad_value: float = 0, mu
     """`pad_collate` into tensors that `empty` provides, such as those of a pool."""
     if len(batch) == 0:
         raise CollateError("cannot collate an empty batch")
-    if multiple_of < 1:
-        raise CollateError(f"multiple_of must be at least 1, got {multiple_of}")
+    if not isinstance(multiple_of, int) or multiple_of < 1:
+        raise CollateError(f"multiple_of must be an integer of at least 1, got {multiple_of!r}")
     return _Collator(empty, pad_value, multiple_of).collate(list(batch), "sample")
 
 
@@ -110,7 +110,7 @@ class _Collator:
             return self._tuple(values, place)
         if isinstance(first, list):
             if all(isinstance(value, list) and all(_is_number(item) for item in value) for value in values):
-                return self._tensors(_sequences(values), place)
+                return self._tensors(_sequences(values, place), place)
             return self._items(values, place)
         return values
 
@@ -226,6 +226,8 @@ def _as_arrays(tensors: list[torch.Tensor]) -> list[npt.NDArray[Any]]:
 
 def _as_tensor(value: Any, place: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise CollateError(f"{place} is a {value.layout} tensor: use .to_dense() in the transform")
         return value
     if isinstance(value, np.ndarray | np.generic):
         try:
@@ -248,13 +250,20 @@ def _numbers(values: list[Any], place: str) -> torch.Tensor:
             raise CollateError(
                 f"{place} is a {kind.__name__} in one sample of the batch and a {type(value).__name__} in another"
             )
-    return torch.tensor(values, dtype={bool: torch.bool, int: torch.int64}.get(kind, torch.float64))
+    return _tensor_of(values, {bool: torch.bool, int: torch.int64}.get(kind, torch.float64), place)
 
 
-def _sequences(values: list[list[Any]]) -> list[torch.Tensor]:
+def _sequences(values: list[list[Any]], place: str) -> list[torch.Tensor]:
     """Lists of numbers as tensors (T,) of one dtype, for an empty list has none of its own."""
     whole = all(isinstance(item, int) for value in values for item in value)
-    return [torch.tensor(value, dtype=torch.int64 if whole else torch.float64) for value in values]
+    return [_tensor_of(value, torch.int64 if whole else torch.float64, place) for value in values]
+
+
+def _tensor_of(numbers: list[Any], dtype: torch.dtype, place: str) -> torch.Tensor:
+    try:
+        return torch.tensor(numbers, dtype=dtype)
+    except (ValueError, RuntimeError, OverflowError) as error:
+        raise CollateError(f"{place} holds a number too large for {dtype}; make it text or a float") from error
 
 
 def _pad_value(value: float, dtype: torch.dtype, place: str) -> float:

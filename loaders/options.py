@@ -22,6 +22,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 ENGINES = ("auto", "thread", "process")
 PRELOADS = ("memory", "decoded", "shm")
 TARGETS = ("mask", "yolo", "xyxy", "image", "stored")
+FOLLOWERS = ("mask", "yolo", "xyxy")  # the targets that a crop of the picture moves
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -69,7 +69,7 @@ def recall(key: str | None) -> Settings | None:
         with open(os.path.join(cache_folder(), f"{key}.json"), encoding="utf-8") as f:
             found = json.load(f)
         workers, engine, prefetch = found["num_workers"], found["engine"], found["prefetch"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     sound = type(workers) is int and workers >= 0 and (prefetch is None or (type(prefetch) is int and prefetch > 0))
     return Settings(workers, engine, prefetch) if sound and engine in (*ENGINES[1:], None) else None

@@ -382,8 +382,12 @@ def parse_boxes(data: Buffer) -> np.ndarray[Any, np.dtype[np.float32]]:
     ((1, 5), (0, 5))
     """
     rows = [line.split() for line in bytes(data).decode("ascii").splitlines() if line.strip()]
-    if any(len(row) < 5 for row in rows):
-        raise ValueError("a line of boxes needs five numbers: class and four coordinates")
+    for row in rows:
+        if len(row) not in (5, 6):  # the sixth is a confidence
+            raise ValueError(
+                f"a line of boxes is class and four coordinates, here are {len(row)} numbers"
+                + (" (a polygon?)" if len(row) > 6 else "")
+            )
     return np.array([row[:5] for row in rows], np.float32).reshape(len(rows), 5)
 
 

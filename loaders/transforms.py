@@ -10,9 +10,11 @@ crop in an epoch whoever decodes it, on every platform.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from loaders.arrays import CenterCrop, RandomCrop, Slab, Window
@@ -175,12 +177,12 @@ class TrainCrop(_Cropping):
 
     def __post_init__(self) -> None:
         _check_side("size", self.size)
-        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+        if not _holds(lambda: len(self.scale) == 2 and 0 < self.scale[0] <= self.scale[1] <= 1):
             raise UsageError(f"TrainCrop: scale is two shares of the area, 0 < low ≤ high ≤ 1, not {self.scale}")
-        if not 0 < self.ratio[0] <= self.ratio[1]:
+        if not _holds(lambda: len(self.ratio) == 2 and 0 < self.ratio[0] <= self.ratio[1] < math.inf):
             raise UsageError(f"TrainCrop: ratio is two aspect ratios, 0 < low ≤ high, not {self.ratio}")
-        if not 0 <= self.flip <= 1:
-            raise UsageError(f"TrainCrop: flip is a probability, not {self.flip}")
+        if not _holds(lambda: 0 <= self.flip <= 1):
+            raise UsageError(f"TrainCrop: flip is a probability, not {self.flip!r}")
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -228,6 +230,8 @@ class EvalCrop(_Cropping):
 
     def __post_init__(self) -> None:
         _check_side("size", self.size)
+        if self.resize is not None:
+            _check_side("resize", self.resize)
         if self.resize is not None and self.resize < self.size:
             raise UsageError(f"EvalCrop: resize ({self.resize}) must not be smaller than size ({self.size})")
 
@@ -296,6 +300,14 @@ class Identity(_Cropping):
         return Crop(0, 0, height, width)
 
 
+def _holds(condition: Callable[[], bool]) -> bool:
+    """Whether a condition on values of any type is met; what cannot be compared does not meet it."""
+    try:
+        return condition()
+    except (TypeError, ValueError):
+        return False
+
+
 def _check_side(name: str, pixels: int) -> None:
-    if not (isinstance(pixels, int) and pixels > 0):
+    if isinstance(pixels, bool) or not (isinstance(pixels, int | np.integer) and pixels > 0):
         raise UsageError(f"{name} is a positive number of pixels, not {pixels!r}")

@@ -173,3 +173,22 @@ def test_nothing_is_shared_with_the_samples() -> None:
     batch = pad_collate([sample])
     batch += 1
     assert sample.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        ([2**70, 1], "sample holds a number too large for torch.int64"),
+        ([{"ids": [2**70]}, {"ids": [1, 2]}], r"sample\['ids'\] holds a number too large"),
+        ([torch.eye(3).to_sparse()] * 2, "sample is a torch.sparse_coo tensor"),
+    ],
+)
+def test_what_has_no_dense_tensor_is_refused_in_words(batch: list[Any], match: str) -> None:
+    with pytest.raises(CollateError, match=match):
+        pad_collate(batch)
+
+
+@pytest.mark.parametrize("multiple_of", [0, 1.5, "8"])
+def test_multiples_that_cannot_be_meant(multiple_of: Any) -> None:
+    with pytest.raises(CollateError, match="multiple_of must be an integer"):
+        pad_collate([torch.zeros(2), torch.zeros(3)], multiple_of=multiple_of)

@@ -24,6 +24,7 @@ from loaders import Padded, folder_loader, pad_collate
 from loaders.dataset import PackedDataset
 from loaders.loader import Loader
 from loaders.options import Sampling
+from loaders.samples import parse_boxes
 from loaders.transforms import EvalCrop, Identity, TrainCrop
 from loaders.webds_loader import make_loader
 from packer.errors import ManifestError, SampleError, StateError, UsageError
@@ -250,6 +251,31 @@ def test_masks_and_boxes_follow_the_crop(tmp_path: Path) -> None:
         rows, columns = (torch.nonzero(bright.any(axis)).flatten() for axis in (1, 0))
         want = [(columns[0] + columns[-1] + 1) / 96, (rows[0] + rows[-1] + 1) / 96]
         assert box[0] == 3 and abs(box[1] - want[0]) < 0.04 and abs(box[2] - want[1]) < 0.04
+
+
+def shrink(image: Image.Image) -> Image.Image:
+    return image.resize((8, 8))
+
+
+def test_targets_that_a_foreign_transform_leaves_behind_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, field in (("images", "jpg"), ("masks", "png")):
+        (tmp_path / "src" / name).mkdir(parents=True)
+        Image.new("L", (9, 9)).save(tmp_path / "src" / name / f"a.{field}")
+    out = pack_tree(tmp_path / "src", tmp_path / "out", shard_samples=None)
+    make_loader(out, fields=("jpg", "mask.png"), transform=EvalCrop(8)).close()
+    make_loader(out, fields=("jpg",), transform=shrink).close()
+    assert "stay as stored" not in caplog.text
+    make_loader(out, fields=("jpg", "mask.png"), transform=shrink).close()
+    assert "these fields stay as stored: mask.png;" in caplog.text
+
+
+def test_polygons_are_not_taken_for_boxes() -> None:
+    assert parse_boxes(b"1 0.5 0.5 0.2 0.2 0.9\n").tolist() == [pytest.approx([1, 0.5, 0.5, 0.2, 0.2])]
+    for line, match in ((b"1 0.1 0.1 0.2 0.1 0.2 0.2", r"7 numbers \(a polygon\?\)"), (b"1 0.5 0.5", "3 numbers")):
+        with pytest.raises(ValueError, match=match):
+            parse_boxes(line)
 
 
 def test_sixteen_bits_are_kept_on_request(tmp_path: Path) -> None:

@@ -225,6 +225,8 @@ def test_flip_mirrors() -> None:
     lambda: TrainCrop(0), lambda: TrainCrop(-3), lambda: TrainCrop(2.5),  # type: ignore[arg-type]
     lambda: TrainCrop(8, scale=(0, 1)), lambda: TrainCrop(8, scale=(0.5, 0.2)), lambda: TrainCrop(8, scale=(0.5, 1.2)),
     lambda: TrainCrop(8, ratio=(0, 1)), lambda: TrainCrop(8, ratio=(2, 1)), lambda: TrainCrop(8, flip=1.5),
+    lambda: TrainCrop(8, scale=2), lambda: TrainCrop(8, scale=(0.1, 0.2, 0.3)),  # type: ignore[arg-type]
+    lambda: TrainCrop(8, flip="no"), lambda: EvalCrop(8, resize="9"), lambda: TrainCrop(True),  # type: ignore[arg-type]
     lambda: EvalCrop(0), lambda: EvalCrop(224, resize=200), lambda: Resize(0, 5), lambda: Resize(5, 0),
 ])
 def test_options_that_cannot_be_meant_are_refused(make: Callable[[], Any]) -> None:

@@ -517,6 +517,7 @@ def test_answers_are_told_apart(packed: Path, tmp_path: Path) -> None:
     "", "{", "[]", "{}", '{"num_workers": "2", "engine": null, "prefetch": null}',
     '{"num_workers": -1, "engine": null, "prefetch": null}', '{"num_workers": true, "engine": null, "prefetch": null}',
     '{"num_workers": 2, "engine": "auto", "prefetch": null}', '{"num_workers": 2, "engine": "thread", "prefetch": 0}',
+    pytest.param("[" * 100_000, id="nested"),
 ])  # fmt: skip
 def test_a_damaged_memory_counts_as_none(content: str) -> None:
     folder = Path(remember.cache_folder())
