@@ -159,12 +159,15 @@ class _Worker:
     def died(self) -> WorkerDiedError:
         self.process.join(ENDING_S)
         code = self.process.exitcode
+        what = "fewer workers or smaller batches need less memory"
         how = "does not answer" if code is None else f"ended with status {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
             how += " (out of memory? see dmesg)" if code == -signal.SIGKILL else ""
-        return WorkerDiedError(f"loader worker {self.process.name} (pid {self.process.pid}) {how}; "
-                               "fewer workers or smaller batches need less memory")
+        elif code:
+            what = ("its own error is on standard error (with spawn and forkserver, a script must make its loaders "
+                    "under: if __name__ == '__main__')")
+        return WorkerDiedError(f"loader worker {self.process.name} (pid {self.process.pid}) {how}; {what}")
 
 
 class _Crew:

@@ -326,8 +326,14 @@ class Samples:
     def _normalized(self, image: Any) -> Any:
         if self.normalize is None:
             return image
-        if not isinstance(image, torch.Tensor) or image.dtype != torch.uint8:
-            got = f"a {image.dtype} tensor" if isinstance(image, torch.Tensor) else type(image).__name__
+        is_tensor = isinstance(image, torch.Tensor)
+        if is_tensor and image.dtype == torch.uint8 and (image.ndim < 3 or image.shape[-3] != 3):
+            raise UsageError(
+                f"normalize works on (3, H, W) pixels, the transform gives {tuple(image.shape)}: pass normalize=None "
+                "(or False) and normalise in the transform, or let the transform end with three channels"
+            )
+        if not is_tensor or image.dtype != torch.uint8:
+            got = f"a {image.dtype} tensor" if is_tensor else type(image).__name__
             raise UsageError(
                 f"normalize works on uint8 pixels, the transform gives {got}: pass normalize=None (or False) "
                 "and normalise in the transform, or let the transform end with uint8"

@@ -27,7 +27,7 @@ from loaders.options import Sampling
 from loaders.samples import parse_boxes
 from loaders.transforms import EvalCrop, Identity, TrainCrop
 from loaders.webds_loader import make_loader
-from packer.errors import ManifestError, SampleError, StateError, UsageError
+from packer.errors import ManifestError, SampleError, StateError, UsageError, WorkerDiedError
 from packer.packed import Packed
 
 SAMPLES = 40
@@ -742,3 +742,29 @@ def test_a_relative_path_holds_after_a_change_of_directory(
         with make(path.name, **options) as loader:
             monkeypatch.chdir(tmp_path)
             assert len(list(loader)) == len(loader)
+
+
+def to_one_channel(image: Image.Image) -> torch.Tensor:
+    return torch.zeros(1, 8, 8, dtype=torch.uint8)
+
+
+def test_pixels_of_other_channels_are_not_spread_over_three(packed: Path) -> None:
+    with make_loader(packed, transform=to_one_channel, num_workers=0, engine="process") as loader:
+        assert next(iter(loader))[0].shape[1:] == (1, 8, 8)
+    with (
+        make_loader(packed, transform=to_one_channel, normalize="imagenet", num_workers=0, engine="process") as loader,
+        pytest.raises(SampleError, match=r"normalize works on \(3, H, W\) pixels, the transform gives \(1, 8, 8\)"),
+    ):
+        next(iter(loader))
+
+
+def leave(image: Image.Image) -> None:
+    os._exit(7)
+
+
+def test_a_worker_that_ends_by_itself_is_not_said_to_lack_memory(packed: Path) -> None:
+    with (
+        make_loader(packed, transform=leave, num_workers=1, engine="process") as loader,
+        pytest.raises(WorkerDiedError, match="ended with status 7; its own error is on standard error"),
+    ):
+        next(iter(loader))
