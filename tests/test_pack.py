@@ -131,6 +131,7 @@ def test_the_manifest_says_what_decides_the_bytes_and_nothing_else(source: Folde
         "split": None,
         "split_exact": False,
         "group_regex": None,
+        "single_file": False,
         "format": "webdataset",
         "check": "header",
         "encoder": None,
