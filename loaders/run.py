@@ -187,7 +187,8 @@ def run_loop(
             else:
                 if seen == before:
                     break  # it gives nothing (any more)
-                if run.steps and time.perf_counter() - begun < 3 * seconds:
+                # The warm-up may have taken all of an epoch: then nothing has been counted yet.
+                if not run.steps or time.perf_counter() - begun < 3 * seconds:
                     continue
             break
         run.process_cpu = (time.process_time() - cpu) / max(time.perf_counter() - counted_from, 1e-9)

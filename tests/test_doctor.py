@@ -376,6 +376,12 @@ def test_other_peoples_loaders(tree: Path) -> None:
     check(doctor(lambda num_workers: [torch.zeros(4)] * 4, transfer=lambda batch: batch + 1, **FAST))
 
 
+@pytest.mark.parametrize("warm_up", range(1, 9))
+def test_a_warm_up_may_take_whole_epochs(warm_up: int) -> None:
+    run = run_loop([torch.zeros(4)] * 4, None, seconds=0.01, warm_up=warm_up)
+    assert run.steps
+
+
 def test_bad_input_gets_a_clear_answer(packed: Path) -> None:
     with pytest.raises(UsageError, match="two answers"):
         doctor(torch_loader, print, step_ms=1)
