@@ -1,4 +1,4 @@
-"""Small CT datasets, made without the CT packer: tar shards of chosen fields, indexed."""
+"""Small CT datasets: tar shards of chosen fields, made without the CT packer; and what the CT packer made."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from click.testing import CliRunner, Result
 
 from packer import npy
+from packer.cli import cli
 from packer.indexing import index_folder
 
 
@@ -83,3 +85,27 @@ def write_slices(
 def formula(hu: Any, center: float, width: float) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The window, as the standard has it, in float64."""
     return np.clip((np.asarray(hu, np.float64) - (center - width / 2)) / width, 0, 1)
+
+
+SALT = b"a salt for tests, long enough"
+
+
+def shard(src: Path, out: Path, *args: object) -> Result:
+    """`packer shard` by one worker, with a salt that is known."""
+    (out.parent / "salt").write_bytes(SALT)
+    arguments = ["shard", src, out, "--workers", 1, "--id-salt-file", out.parent / "salt", *args]
+    return CliRunner().invoke(cli, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def samples(out: Path) -> dict[str, dict[str, Any]]:
+    """Fields by key, arrays and records decoded."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(out.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                key, _, field = member.name.partition(".")
+                data = tar.extractfile(member).read()  # type: ignore[union-attr]
+                found.setdefault(key, {})[field] = (
+                    np.load(io.BytesIO(data)) if field.endswith("npy") else json.loads(data)
+                )
+    return found

@@ -54,6 +54,13 @@ def pack_tree(source: Path, out: Path, *, shard_samples: int | None = 12, shuffl
     return out
 
 
+def packed_splits(root: Path, *, train: int, val: int) -> Path:
+    """A packed dataset of two splits, with so many samples each."""
+    write_tree(root / "src" / "train", samples=train)
+    write_tree(root / "src" / "val", samples=val)
+    return pack_tree(root / "src", root / "out")
+
+
 def flat(batches: Iterable[Any]) -> list[Any]:
     """Batches as nested plain values, to be compared with ==."""
     return [_plain(batch) for batch in batches]

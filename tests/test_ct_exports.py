@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from ct_helpers import SALT, samples, shard
 from PIL import Image
 
-from packer.cli import cli
 from packer.sources.ct.arrays import natural
 from packer.sources.ct.privacy import Hasher
-
-SALT = b"a salt for tests, long enough"
-
-
-def shard(src: Path, out: Path, *args: object) -> Result:
-    (out.parent / "salt").write_bytes(SALT)
-    arguments = ["shard", src, out, "--workers", 1, "--id-salt-file", out.parent / "salt", *args]
-    return CliRunner().invoke(cli, [str(a) for a in arguments], catch_exceptions=False)
-
-
-def samples(out: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for path in sorted(out.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                key, _, field = member.name.partition(".")
-                data = tar.extractfile(member).read()  # type: ignore[union-attr]
-                found.setdefault(key, {})[field] = (
-                    np.load(io.BytesIO(data)) if field.endswith("npy") else json.loads(data)
-                )
-    return found
 
 
 def values(seed: int, low: int = 0, high: int = 3000) -> np.ndarray:

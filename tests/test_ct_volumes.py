@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gzip
-import io
 import itertools
 import json
 import os
-import tarfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from ct_helpers import SALT, samples, shard
 
-from packer.cli import cli
 from packer.errors import SourceError
 from packer.sources.ct.errors import CtError, MissingGeometryError, NotGrayscaleError, PixelDataError
 from packer.sources.ct.metaimage import read_metaimage
@@ -28,7 +25,6 @@ from packer.sources.ct.volume_file import VolumeFile
 
 nibabel = pytest.importorskip("nibabel", reason="NIfTI files are written and read with nibabel")
 
-SALT = b"a salt for tests, long enough"
 SHAPE = (6, 5, 4)  # x, y, z of a patient
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
@@ -58,26 +54,6 @@ def canonical(path: Path) -> np.ndarray:
     """(z, y, x) towards head, back and left, by nibabel alone."""
     image = nibabel.as_closest_canonical(nibabel.load(path))
     return np.asarray(image.dataobj)[::-1, ::-1, :].transpose(2, 1, 0)
-
-
-def shard(src: Path, out: Path, *args: object) -> Result:
-    (out.parent / "salt").write_bytes(SALT)
-    arguments = ["shard", src, out, "--workers", 1, "--id-salt-file", out.parent / "salt", *args]
-    return CliRunner().invoke(cli, [str(a) for a in arguments], catch_exceptions=False)
-
-
-def samples(out: Path) -> dict[str, dict[str, Any]]:
-    """Fields by key, arrays and records decoded."""
-    found: dict[str, dict[str, Any]] = {}
-    for path in sorted(out.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                key, _, field = member.name.partition(".")
-                data = tar.extractfile(member).read()  # type: ignore[union-attr]
-                found.setdefault(key, {})[field] = (
-                    np.load(io.BytesIO(data)) if field.endswith("npy") else json.loads(data)
-                )
-    return found
 
 
 AXES = [(order, signs) for order in itertools.permutations(range(3)) for signs in itertools.product((1, -1), repeat=3)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import PATIENCE_S
 from distributed_ranks import BATCH_SIZE, STEPS
-from loader_helpers import pack_tree, write_tree
+from loader_helpers import packed_splits
 
 TRAIN, VAL = 61, 23
 WORLDS = (2, 1, 3, 4)  # 2 comes first: all resume from its state
@@ -35,10 +35,7 @@ def torchrun(ranks: int, *command: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("distributed")
-    write_tree(root / "src" / "train", samples=TRAIN)
-    write_tree(root / "src" / "val", samples=VAL)
-    return pack_tree(root / "src", root / "out")
+    return packed_splits(tmp_path_factory.mktemp("distributed"), train=TRAIN, val=VAL)
 
 
 @pytest.fixture(scope="module")

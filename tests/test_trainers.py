@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import PATIENCE_S
-from loader_helpers import flat, pack_tree, write_tree
+from loader_helpers import flat, packed_splits
 from trainer_ranks import Numbers, fit_with_accelerate, fit_with_lightning, handed_out, loader
 
 from loaders.dataset import PackedDataset
@@ -35,10 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("trainers")
-    write_tree(root / "src" / "train", samples=TRAIN)
-    write_tree(root / "src" / "val", samples=VAL)
-    return pack_tree(root / "src", root / "out")
+    return packed_splits(tmp_path_factory.mktemp("trainers"), train=TRAIN, val=VAL)
 
 
 @pytest.fixture(scope="module")

@@ -145,12 +145,7 @@ def _channels(found: SplitStats) -> Iterator[str]:
     channels = found.channels
     if channels.mean is None or channels.std is None:
         return
-    if channels.pictures == found.pictures:
-        decoded = f"all {channels.pictures:,}"
-    elif channels.pictures + channels.failed == found.pictures:
-        decoded = f"all that decode, {channels.pictures:,} of {found.pictures:,}"
-    else:
-        decoded = f"estimated from {channels.pictures:,} of {found.pictures:,}"
+    decoded = _decoded(channels.pictures, channels.failed, found.pictures)
     yield f"{decoded} pictures, {channels.pixels:,} pixels, RGB in [0, 1]"
     yield from table(
         [
@@ -162,6 +157,15 @@ def _channels(found: SplitStats) -> Iterator[str]:
     )
     yield f"formats: {', '.join(f'{name} {count:,}' for name, count in channels.formats.items())}"
     yield f"modes: {', '.join(f'{name} {count:,}' for name, count in channels.modes.items())}"
+
+
+def _decoded(count: int, failed: int, total: int) -> str:
+    """Of how many the figures are."""
+    if count == total:
+        return f"all {count:,}"
+    if count + failed == total:
+        return f"all that decode, {count:,} of {total:,}"
+    return f"estimated from {count:,} of {total:,}"
 
 
 def _series(ct: CtStats) -> Iterator[str]:
@@ -181,12 +185,7 @@ def _hounsfield(ct: CtStats) -> Iterator[str]:
     hu = ct.hu
     if hu.min is None or hu.max is None or hu.mean is None or hu.std is None:
         return
-    if hu.arrays == ct.samples:
-        decoded = f"all {hu.arrays:,}"
-    elif hu.arrays + hu.failed == ct.samples:
-        decoded = f"all that decode, {hu.arrays:,} of {ct.samples:,}"
-    else:
-        decoded = f"estimated from {hu.arrays:,} of {ct.samples:,}"
+    decoded = _decoded(hu.arrays, hu.failed, ct.samples)
     yield f"{decoded} slices or volumes, {hu.voxels:,} voxels"
     if others := ct.series - ct.units.get("HU", 0):
         yield f"the values of {others:,} series are of unknown unit"

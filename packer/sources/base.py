@@ -110,7 +110,10 @@ class Scan:
 
 
 class Reader(Protocol):
-    """Reads the files of one source. One per worker; not shared between threads."""
+    """Reads the files of one source. One per worker, whose threads may call `read` at the same time.
+
+    The other methods are called by one thread, and so is all of a `Maker`.
+    """
 
     def read(self, places: Sequence[bytes], views: Sequence[memoryview]) -> None:
         """Fill each view with the file at its place (`Scan.places`).
